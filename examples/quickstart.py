@@ -1,0 +1,56 @@
+"""A small Qwen3 learns to write Python from the sources of Python's own standard library.
+
+Hardware: a CPU with 2 cores. Time: about 4 minutes. Result: held-out loss about 3.2 nats a token, where the entropy of
+single tokens is 6.5.
+"""
+
+import sysconfig
+
+import attrs
+
+import lf
+from lf.models.decoder import Attention, Mlp
+from lf.models.llm.qwen import Qwen3
+
+SOURCES = lf.TextData(
+    paths=(sysconfig.get_paths()["stdlib"],),
+    suffixes=(".py",),
+    exclude=("test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*", "site-packages/*"),
+    seq_len=256,
+    part="train",
+    held_out=0.02,
+)
+
+cfg = lf.Run(
+    model=Qwen3(
+        vocab=4096,
+        hidden=192,
+        layers=4,
+        attention=Attention(heads=6, kv_heads=2, head_dim=32, qk_norm=True),
+        mlp=Mlp(width=512),
+        max_length=256,
+        tied=True,
+    ),
+    tokenizer=lf.TrainedBpe(vocab=4096),
+    data=SOURCES,
+    batch=16,
+    optim=lf.AdamW(lr=3e-3, schedule=lf.Cosine(warmup=40, final=0.05)),
+    parallel=lf.MegatronParallel(micro_batch=16),
+    steps=400,
+    eval=lf.Eval(data=attrs.evolve(SOURCES, part="held_out"), every=100, batches=4),
+    log=lf.Log(every=20),
+    save=lf.Save(every=100),
+)
+
+smoke = attrs.evolve(
+    cfg,
+    model=attrs.evolve(cfg.model, hidden=64, layers=2, vocab=512, mlp=Mlp(width=128)),
+    tokenizer=lf.TrainedBpe(vocab=512, sample_bytes=200_000),
+    data=attrs.evolve(SOURCES, paths=(sysconfig.get_paths()["stdlib"] + "/json",), seq_len=64, held_out=0.2),
+    batch=8,
+    parallel=lf.MegatronParallel(micro_batch=4),
+    optim=lf.AdamW(lr=1e-2, schedule=lf.Cosine(warmup=4, final=0.1)),
+    steps=30,
+    save=lf.Save(every=10),
+)
+smoke = attrs.evolve(smoke, eval=lf.Eval(data=attrs.evolve(smoke.data, part="held_out"), every=10))

@@ -1,0 +1,51 @@
+"""Trains language, vision-language, diffusion and robot models: frozen configs, composed in Python.
+
+The names that configs are composed of are loaded on use, so `import lf` costs nothing and needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lf.data.config import HfTokenizer as HfTokenizer
+    from lf.data.config import Mixture as Mixture
+    from lf.data.config import TextData as TextData
+    from lf.data.config import TrainedBpe as TrainedBpe
+    from lf.data.config import Weighted as Weighted
+    from lf.parallel.config import MegatronParallel as MegatronParallel
+    from lf.parallel.config import TorchParallel as TorchParallel
+    from lf.train.config import AdamW as AdamW
+    from lf.train.config import Constant as Constant
+    from lf.train.config import Cosine as Cosine
+    from lf.train.config import Eval as Eval
+    from lf.train.config import Linear as Linear
+    from lf.train.config import Log as Log
+    from lf.train.config import OptimConfig as OptimConfig
+    from lf.train.config import Precision as Precision
+    from lf.train.config import Profile as Profile
+    from lf.train.config import Run as Run
+    from lf.train.config import Save as Save
+    from lf.train.config import Sgd as Sgd
+    from lf.train.config import Wsd as Wsd
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "lf.data.config": ("HfTokenizer", "Mixture", "TextData", "TrainedBpe", "Weighted"),
+    "lf.parallel.config": ("MegatronParallel", "TorchParallel"),
+    "lf.train.config": (
+        *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),
+        *("Run", "Save", "Sgd", "Wsd"),
+    ),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lf' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

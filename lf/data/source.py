@@ -1,0 +1,158 @@
+"""Data sources: rows found by index, whose order is a function of (seed, epoch) alone.
+
+A source of your own is a `DataConfig` subclass and one rule, `@open_data.register`, in the same file.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sized
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+
+from lf.data.cache import key_of
+from lf.data.config import DataConfig, Mixture, TextData
+from lf.data.files import find_files
+from lf.data.hf_tokenizer import Tokenizer
+from lf.data.text import TextRows, open_text, read_texts, text_key
+from lf.plan.order import deal, hash_keys, integer_weights
+
+Row = dict[str, Any]
+"""One row: what a family's `collate` reads, and `id`, which names the row's content."""
+
+
+class Rows(Protocol):
+    """Rows that are found by index, with no state."""
+
+    def __len__(self) -> int:
+        """Returns the rows of one epoch."""
+        ...
+
+    def row(self, epoch: int, index: int) -> Row:
+        """Returns row `index` of an epoch, both counted from 0; equal arguments give equal rows."""
+        ...
+
+    def describe(self) -> dict[str, int]:
+        """Returns facts of the source; those of text are `documents`, `tokens`, `rows`, `vocab` and `length`."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class DataCtx:
+    """Everything that opening a source may need besides its config."""
+
+    seed: int
+    """Seed of the order."""
+    cache_dir: Path
+    """Folder of what is built once and kept: token ids, tokenizers."""
+    tokenizer: Tokenizer | None = None
+    """The run's tokenizer, None where it has none."""
+    path: str = "data"
+    """Where the config stands in the run, as errors name it."""
+
+
+@attrs.frozen(kw_only=True)
+class Texts:
+    """The texts of a source, before any tokenizer. Nothing is read before it is asked for."""
+
+    key: Callable[[], str]
+    """Returns a hash of the texts' content."""
+    read: Callable[[], Iterator[str]]
+    """Returns the texts, one a document, in a fixed order."""
+
+
+@functools.singledispatch
+def open_data(cfg: DataConfig, ctx: DataCtx) -> Rows:
+    """Returns the rows of a source; raises ValueError with file and line where its content is no good."""
+    raise _no_rule("open_data", cfg)
+
+
+@functools.singledispatch
+def texts(cfg: DataConfig, ctx: DataCtx) -> Texts:
+    """Returns the texts of a source, which a tokenizer may be trained on."""
+    raise _no_rule("texts", cfg)
+
+
+def locate(rows: Sized, k: int) -> tuple[int, int]:
+    """Returns the epoch and the index in it of row `k` of a run, all counted from 0."""
+    if not len(rows):
+        raise ValueError("the data source has no rows; give it samples")
+    return divmod(k, len(rows))
+
+
+@open_data.register
+def _(cfg: TextData, ctx: DataCtx) -> TextRows:
+    return open_text(cfg, tokenizer=ctx.tokenizer, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+
+
+@texts.register
+def _(cfg: TextData, ctx: DataCtx) -> Texts:
+    files = find_files(cfg, ctx.path)
+    side = () if cfg.part == "all" else (cfg.part, cfg.held_out)
+    return Texts(
+        key=lambda: key_of(text_key(cfg, files, ctx.cache_dir), *side),
+        read=lambda: read_texts(cfg, files),
+    )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MixedRows:
+    """Rows of several sources in fixed proportions.
+
+    The interleaving goes on for ever; each part starts its own next epoch when it is through. An epoch of the mixture
+    is as many rows as its parts have together, so with weights in proportion to the parts it is one pass over each.
+    """
+
+    parts: tuple[Rows, ...]
+    """The sources."""
+    weights: tuple[int, ...]
+    """Their shares of the rows."""
+
+    def __len__(self) -> int:
+        """Returns the rows of one epoch."""
+        return sum(len(part) for part in self.parts)
+
+    def row(self, epoch: int, index: int) -> Row:
+        """Returns a row of the part whose turn it is; its id begins with the part's number."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of an epoch of {len(self)} rows")
+        at, k = deal(epoch * len(self) + index, self.weights)
+        row = self.parts[at].row(*locate(self.parts[at], k))
+        return {**row, "id": f"{at}/{row['id']}"}
+
+    def describe(self) -> dict[str, int]:
+        """Returns the facts that every part has: `vocab` is the largest, `length` is common, the others are sums."""
+        facts = [part.describe() for part in self.parts]
+        names = [name for name in facts[0] if all(name in fact for fact in facts)]
+        merge: dict[str, Callable[[list[int]], int]] = {"vocab": max, "length": max}
+        return {name: merge.get(name, sum)([fact[name] for fact in facts]) for name in names}
+
+
+@open_data.register
+def _(cfg: Mixture, ctx: DataCtx) -> MixedRows:
+    parts = tuple(open_data(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts))
+    lengths = [part.describe().get("length") for part in parts]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"{ctx.path}.parts have rows of {lengths} tokens; rows of a mixture must be of one length")
+    return MixedRows(parts=parts, weights=integer_weights([part.weight for part in cfg.parts]))
+
+
+@texts.register
+def _(cfg: Mixture, ctx: DataCtx) -> Texts:
+    parts = [texts(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts)]
+    return Texts(
+        key=lambda: key_of(*(part.key() for part in parts)),
+        read=lambda: itertools.chain.from_iterable(part.read() for part in parts),
+    )
+
+
+def _part_ctx(ctx: DataCtx, at: int) -> DataCtx:
+    return attrs.evolve(ctx, seed=hash_keys(ctx.seed, at), path=f"{ctx.path}.parts[{at}].data")
+
+
+def _no_rule(question: str, cfg: object) -> NotImplementedError:
+    name = f"{type(cfg).__module__}.{type(cfg).__qualname__}"
+    return NotImplementedError(
+        f"{question} has no rule for {name}; add one with @{question}.register in the file that defines it"
+    )

@@ -1,0 +1,204 @@
+"""A decoder-only language model, composed of frozen parts and built on megatron-core's GPTModel.
+
+Shapes: B rows of a micro-batch, S positions of a row, V vocabulary, N documents of a micro-batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from attrs.validators import and_, ge, gt, le
+from torch import Tensor, nn
+
+from lf.models import spec
+from lf.models.layers.rope import Rope
+
+
+@attrs.frozen(kw_only=True)
+class AttentionConfig:
+    """The attention of a layer: the type says which kind."""
+
+
+@attrs.frozen(kw_only=True)
+class Attention(AttentionConfig):
+    """Softmax attention with grouped key and value heads (GQA, arXiv:2305.13245)."""
+
+    heads: int = attrs.field(validator=ge(1))
+    """Query heads."""
+    kv_heads: int = attrs.field(validator=ge(1))
+    """Key and value heads; divides `heads`."""
+    head_dim: int = attrs.field(validator=ge(2))
+    """Width of a head; need not be hidden / heads."""
+    qkv_bias: bool = False
+    """Whether query, key and value projections have a bias."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head before the rotation."""
+    window: int = attrs.field(default=0, validator=ge(0))
+    """Keys that a query sees, itself included; 0 sees all before it."""
+    window_layers: tuple[int, ...] = ()
+    """Layers (from 0) that `window` holds for."""
+    dropout: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    """Dropout on the attention weights."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"attention.heads = {self.heads} must be a multiple of attention.kv_heads = {self.kv_heads}"
+            )
+        if bool(self.window) != bool(self.window_layers):
+            raise ValueError(
+                f"attention.window = {self.window} and attention.window_layers = {self.window_layers} go together: "
+                "set both, or neither"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class MlpConfig:
+    """The feed-forward part of a layer: the type says which kind."""
+
+
+@attrs.frozen(kw_only=True)
+class Mlp(MlpConfig):
+    """Gated feed-forward layer (SwiGLU and kin, arXiv:2002.05202)."""
+
+    width: int = attrs.field(validator=ge(1))
+    """Width between the two projections."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """Function of the gate."""
+
+
+@attrs.frozen(kw_only=True)
+class Norm:
+    """RMSNorm (arXiv:1910.07467)."""
+
+    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    """Added to the mean square."""
+
+
+@attrs.frozen(kw_only=True)
+class DecoderConfig(spec.ModelConfig):
+    """A decoder-only language model; families are subclasses."""
+
+    vocab: int = attrs.field(validator=ge(2))
+    """Token ids; the head has this many outputs, whatever the padding."""
+    hidden: int = attrs.field(validator=ge(1))
+    """Width of the residual stream."""
+    layers: int = attrs.field(validator=ge(1))
+    """Decoder layers."""
+    attention: AttentionConfig
+    """Attention of every layer."""
+    mlp: MlpConfig
+    """Feed-forward part of every layer."""
+    norm: Norm = Norm()
+    """Norms of the layers and of the end."""
+    rope: Rope = Rope()
+    """Rotary position embedding."""
+    max_length: int = attrs.field(default=4096, validator=ge(1))
+    """Longest sequence that the model is meant for, in tokens."""
+    tied: bool = False
+    """Whether the head is the embedding."""
+    vocab_multiple: int = attrs.field(default=1, validator=ge(1))
+    """The embedding is padded to a multiple of this many rows; padded rows never enter the loss."""
+    init_std: float = attrs.field(default=0.02, validator=gt(0.0))
+    """Standard deviation of the initial weights."""
+
+
+@spec.build_model.register
+def _(cfg: DecoderConfig, ctx: spec.Ctx) -> nn.Module:
+    from lf.models.gpt import build_gpt
+
+    return build_gpt(cfg, ctx)
+
+
+@spec.paths.register
+def _(cfg: DecoderConfig) -> tuple[spec.Path, ...]:
+    return ("megatron",)
+
+
+@spec.check_model.register
+def _(cfg: DecoderConfig, data: Mapping[str, int]) -> None:
+    if data.get("vocab", 0) > cfg.vocab:
+        raise ValueError(
+            f"model.vocab = {cfg.vocab}, but the data has token id {data['vocab'] - 1}; the model needs "
+            f"model.vocab >= {data['vocab']}, or the tokenizer is another model's"
+        )
+    if data.get("length", 0) > cfg.max_length:
+        raise ValueError(
+            f"data.seq_len = {data['length']} is longer than model.max_length = {cfg.max_length}; "
+            "shorten the rows or raise model.max_length"
+        )
+
+
+@spec.forward.register
+def _(cfg: DecoderConfig, model: nn.Module, batch: spec.Batch) -> spec.Output:
+    # A micro-batch whose rows hold several documents runs as one packed row, so that no token sees another document.
+    packed = len(batch["lengths"]) > batch["tokens"].shape[0]
+    shape = (1, -1) if packed else batch["tokens"].shape
+    labels = batch.get("labels")
+    return model(
+        input_ids=batch["tokens"].reshape(shape),
+        position_ids=batch["positions"].reshape(shape),
+        attention_mask=None,
+        labels=None if labels is None else labels.reshape(shape),
+        packed_seq_params=_packing(batch["lengths"], batch["tokens"].device) if packed else None,
+    )
+
+
+def _packing(lengths: tuple[int, ...], device: torch.device) -> Any:
+    from lf.models.layers.attention import Packed
+
+    ends = torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    longest = max(lengths)
+    return Packed(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+    )
+
+
+@spec.loss_weights.register
+def _(cfg: DecoderConfig, batch: spec.Batch) -> dict[str, Tensor]:
+    return {"lm": (batch["labels"] != spec.IGNORE).sum()}
+
+
+@spec.loss_terms.register
+def _(cfg: DecoderConfig, output: spec.Output, batch: spec.Batch) -> dict[str, Tensor]:
+    return {"lm": output.sum()}
+
+
+@spec.collate.register
+def _(cfg: DecoderConfig, rows: Sequence[Mapping[str, Any] | None]) -> spec.Batch:
+    return spec.text_batch(rows)
+
+
+@spec.fake_batch.register
+def _(cfg: DecoderConfig, rows: int, length: int, seed: int) -> spec.Batch:
+    return spec.fake_text_batch(cfg.vocab, rows, length, seed)
+
+
+@spec.init_rules.register
+def _(cfg: DecoderConfig) -> tuple[spec.InitRule, ...]:
+    """Normal weights, with those that write to the residual stream scaled by its depth (GPT-2's rule)."""
+    residual = cfg.init_std / (2 * cfg.layers) ** 0.5
+    return (
+        spec.InitRule(pattern="*norm.weight", kind="ones"),
+        spec.InitRule(pattern="*.bias", kind="zeros"),
+        spec.InitRule(pattern="*.linear_proj.weight", kind="normal", std=residual),
+        spec.InitRule(pattern="*.linear_fc2.weight", kind="normal", std=residual),
+        spec.InitRule(pattern="*.weight", kind="normal", std=cfg.init_std),
+    )
+
+
+@spec.flops.register
+def _(cfg: DecoderConfig, rows: int, length: int) -> float:
+    """Two operations a multiply-add, three passes; causal attention counts the half that is not masked."""
+    a, m = cfg.attention, cfg.mlp
+    assert isinstance(a, Attention)
+    assert isinstance(m, Mlp)
+    linear = cfg.hidden * a.head_dim * (2 * a.heads + 2 * a.kv_heads) + 3 * cfg.hidden * m.width
+    scores = 2 * a.heads * a.head_dim * (length + 1) / 2
+    return 6.0 * rows * length * (cfg.layers * (linear + scores) + cfg.vocab * cfg.hidden)

@@ -1,0 +1,333 @@
+"""Writes folders of safetensors in Hugging Face's layout, whole or not at all, and remembers imported ones.
+
+A folder is written beside its place, synced to disk and renamed: until then an older one stays as it was.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from lf.models import quantised
+from lf.models.hf_folder import DTYPES, STEMS, HfFolder, is_weight_file, open_folder, parse_config
+
+CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+"""safetensors' name of each dtype."""
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Largest shard that is written, unless one tensor is larger."""
+
+_ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+_NOTICES = ("LICENSE", "NOTICE")
+_CARRIED = "carried"
+
+
+@attrs.frozen(kw_only=True)
+class Kept:
+    """What is remembered of one tensor of an imported folder."""
+
+    name: str
+    """Its HF name."""
+    dtype: str
+    """safetensors' name of the dtype that an export gives it."""
+    file: str
+    """The file that it lies in."""
+    carried: bool
+    """Whether no module holds it, so that its values come from the source."""
+
+
+@attrs.frozen(kw_only=True)
+class Source:
+    """What an export needs to give an imported folder back: keys, dtypes, order, files, and what no module holds."""
+
+    stem: str
+    """How the weight files start."""
+    metadata: tuple[tuple[str, str], ...]
+    """Text in the header of the weight files."""
+    tensors: tuple[Kept, ...]
+    """Every tensor, in file order."""
+    config: bytes
+    """`config.json`, without quantization_config when the weights were dequantised; empty where there was none."""
+    files: tuple[tuple[str, bytes], ...]
+    """The other text files of the folder (tokenizer, generation config, licence) by name."""
+    carried: HfFolder | None
+    """Where the values of carried tensors are; None when there are none."""
+
+
+def source_of(folder: HfFolder, carried: Collection[str]) -> Source:
+    """Returns what is remembered of an open folder; `carried` names the tensors that no module holds.
+
+    Their values stay in the folder until `store_source` copies them.
+    """
+    scales = folder.quantisation.scales
+    return Source(
+        stem=folder.stem,
+        metadata=tuple(folder.metadata.items()),
+        tensors=tuple(
+            Kept(
+                name=name,
+                dtype="BF16" if name in scales else folder.entries[name].dtype,
+                file=folder.entries[name].file,
+                carried=name in carried,
+            )
+            for name in folder.names
+        ),
+        config=_json(quantised.without_quantisation(folder.config)) if scales else folder.config_bytes,
+        files=tuple((file.name, file.read_bytes()) for file in sorted(folder.path.iterdir()) if _is_asset(file)),
+        carried=folder if carried else None,
+    )
+
+
+def store_source(source: Source, path: str | Path) -> None:
+    """Writes a source to a folder of its own, where it outlives the imported one.
+
+    The folder holds `source.json`, `files/` and, if there are carried tensors, `carried.safetensors`.
+    """
+    record = {
+        "stem": source.stem,
+        "metadata": dict(source.metadata),
+        "tensors": [attrs.asdict(kept) for kept in source.tensors],
+        "files": [name for name, _ in source.files],
+    }
+    with _new_folder(Path(path), ["source.json", "files"]) as folder:
+        _write_bytes(folder / "source.json", _json(record))
+        (folder / "files").mkdir()
+        for name, content in [("config.json", source.config), *source.files]:
+            _write_bytes(folder / "files" / name, content)
+        _sync(folder / "files")
+        if source.carried is not None:
+            values = source.carried
+            carried = ((kept.name, values.read(kept.name).to(DTYPES[kept.dtype])) for kept in _carried(source))
+            _write_numbered(folder, _by_size(carried, MAX_SHARD_BYTES), _CARRIED, dict(source.metadata))
+
+
+def load_source(path: str | Path) -> Source:
+    """Returns a source that `store_source` wrote."""
+    path = Path(path)
+    file = path / "source.json"
+    record = parse_config(file, file.read_bytes())
+    files = path / "files"
+    source = Source(
+        stem=record["stem"],
+        metadata=tuple(record["metadata"].items()),
+        tensors=tuple(Kept(**kept) for kept in record["tensors"]),
+        config=(files / "config.json").read_bytes(),
+        files=tuple((name, (files / name).read_bytes()) for name in record["files"]),
+        carried=None,
+    )
+    return attrs.evolve(source, carried=open_folder(path, stems=[_CARRIED])) if _carried(source) else source
+
+
+def save_folder(
+    path: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    config: Mapping[str, Any] | bytes,
+    files: Mapping[str, bytes] = {},
+    source: Source | None = None,
+    stem: str = "model",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    metadata: Mapping[str, str] = {"format": "pt"},
+) -> None:
+    """Writes a Hugging Face folder, streaming: never more than one shard is in memory.
+
+    With a source its split into files, stem and metadata hold, and `tensors` must come as `export` gives them for it;
+    otherwise a shard has at most `max_shard_bytes` bytes, or one tensor. `files` are written beside `config.json`.
+    The folder appears, or replaces an older one, only when it is complete: on any error the older one is as it was.
+    `tensors` may be read from the folder that is replaced. Raises ValueError as `check_target` does and for a name
+    that comes twice, OSError when the disk is full.
+    """
+    with _new_folder(Path(path), ["config.json", *files]) as folder:
+        _write_bytes(folder / "config.json", config if isinstance(config, bytes) else _json(config))
+        for name, content in files.items():
+            _write_bytes(folder / name, content)
+        if source is None:
+            _write_numbered(folder, _by_size(tensors, max_shard_bytes), stem, metadata)
+        else:
+            _write_like(folder, _by_file(tensors, source), source)
+
+
+def check_target(path: str | Path, files: Collection[str]) -> None:
+    """Raises ValueError if saving to `path` would lose something: anything but weights, `report.json` and `files`."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: choose a folder to save to")
+    known = {"report.json", *files}
+    lost = sorted(
+        entry.name
+        for entry in (path.iterdir() if path.is_dir() else ())
+        if entry.name not in known and not is_weight_file(entry.name, (*STEMS, _CARRIED))
+    )
+    if lost:
+        raise ValueError(
+            f"{path} holds {len(lost)} entries that saving there would remove ({', '.join(lost[:5])}): "
+            "choose another folder, or move them away"
+        )
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes one safetensors file and syncs it to disk: in the order given, wide dtypes first so that all align."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    at = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in CODES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold: convert it first")
+        end = at + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        for name in names:
+            stream.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _once(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"{name} is to be saved twice: give each tensor once")
+        seen.add(name)
+        yield name, tensor.detach().cpu()
+
+
+def _by_size(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in _once(tensors):
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _by_file(tensors: Iterable[tuple[str, Tensor]], source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    given = _once(tensors)
+    end = ("the end", torch.empty(0))
+    for file, group in itertools.groupby(source.tensors, key=lambda kept: kept.file):
+        shard = {}
+        for kept in group:
+            name, shard[kept.name] = next(given, end)
+            if name != kept.name:
+                raise ValueError(
+                    f"{kept.name} is expected for {file}, {name} came: save what `export` gives with the source"
+                )
+        yield file, shard
+    for name, _ in given:
+        raise ValueError(f"{name} is not in the source: save what `export` gives with the source")
+
+
+def _write_numbered(folder: Path, shards: Iterable[dict[str, Tensor]], stem: str, metadata: Mapping[str, str]) -> None:
+    held: list[tuple[Path, list[str], int]] = []
+    for number, shard in enumerate(shards):
+        file = folder / f"{stem}-{number}.partial"
+        write_safetensors(file, shard, metadata)
+        held.append((file, list(shard), _nbytes(shard)))
+        shard.clear()  # before the next one is made
+    index: dict[str, str] = {}
+    for number, (file, names, _) in enumerate(held, 1):
+        final = f"{stem}-{number:05d}-of-{len(held):05d}.safetensors" if len(held) > 1 else f"{stem}.safetensors"
+        file.rename(folder / final)
+        index |= dict.fromkeys(names, final)
+    if len(held) > 1:
+        _write_index(folder, stem, index, sum(size for *_, size in held))
+
+
+def _write_like(folder: Path, shards: Iterable[tuple[str, dict[str, Tensor]]], source: Source) -> None:
+    index: dict[str, str] = {}
+    total = 0
+    for file, shard in shards:
+        write_safetensors(folder / file, shard, dict(source.metadata))
+        index |= dict.fromkeys(shard, file)
+        total += _nbytes(shard)
+        shard.clear()  # before the next one is made
+    if set(index.values()) != {f"{source.stem}.safetensors"}:
+        _write_index(folder, source.stem, index, total)
+
+
+def _write_index(folder: Path, stem: str, index: Mapping[str, str], total: int) -> None:
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+    _write_bytes(folder / f"{stem}.safetensors.index.json", _json(content))
+
+
+@contextlib.contextmanager
+def _new_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
+    path = path.resolve()
+    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if old.exists() and not path.exists():  # a save was killed between its two renames
+        old.rename(path)
+    check_target(path, files)
+    for left in (partial, old):
+        if left.exists():
+            shutil.rmtree(left)
+    partial.mkdir()
+    try:
+        yield partial
+        _sync(partial)
+        if path.exists():
+            path.rename(old)
+        try:
+            partial.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+        _sync(path.parent)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path} could not be written ({error}); what was there is unchanged. Free space or "
+            "choose another folder, then save again",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_bytes(file: Path, content: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _nbytes(shard: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in shard.values())
+
+
+def _carried(source: Source) -> list[Kept]:
+    return [kept for kept in source.tensors if kept.carried]
+
+
+def _is_asset(file: Path) -> bool:
+    if file.name == "config.json" or file.name.endswith(".safetensors.index.json") or not file.is_file():
+        return False
+    return file.suffix in _ASSETS or file.stem in _NOTICES

@@ -1,0 +1,74 @@
+"""The layer backends of the Megatron path: torch's own layers, or TransformerEngine's."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from lf.devices.device import Device
+from lf.models.layers.attention import TorchAttention
+
+
+class TorchNorm(nn.Module):
+    """RMSNorm over the last dimension whose weight knows that sequence parallel ranks each see a part."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x of the same shape, normalised."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class TorchProvider(BackendSpecProvider):
+    """Layers that need nothing but torch: CPUs, Kunlun, and GPUs without TransformerEngine run them."""
+
+    def column_parallel_linear(self) -> type:
+        """Returns the linear layer that is split by output."""
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """Returns the linear layer that is split by input."""
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """Returns whether a norm and the linear after it are one module."""
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        """Returns the module of a norm and a linear, None where there is none."""
+        return None
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Returns the norm."""
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        """Returns the attention between the projections."""
+        return TorchAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
+        """Returns the module of the experts and its parts."""
+        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+    def activation_func(self) -> None:
+        """Returns the activation module, None for the config's function."""
+        return
+
+
+def provider(device: Device) -> BackendSpecProvider:
+    """Returns the layer backend of a device: TransformerEngine where it can be used, else torch."""
+    if "transformer_engine" not in device.capabilities:
+        return TorchProvider()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()

@@ -1,0 +1,207 @@
+"""Rotary position embedding (RoPE, arXiv:2104.09864) with the length scalings of published models, computed here.
+
+Shapes: B rows of a micro-batch, S positions of a row, H heads, D width of a head, R = rotated dims of a head.
+"""
+
+import functools
+import math
+
+import attrs
+import torch
+from attrs.validators import and_, ge, gt, le, optional
+from torch import Tensor
+
+
+@attrs.frozen(kw_only=True)
+class RopeScaling:
+    """How frequencies change beyond the length of pre-training: the type says which way."""
+
+
+@attrs.frozen(kw_only=True)
+class NoScaling(RopeScaling):
+    """The plain frequencies."""
+
+
+@attrs.frozen(kw_only=True)
+class LinearScaling(RopeScaling):
+    """Position interpolation (arXiv:2306.15595): every frequency is divided."""
+
+    factor: float = attrs.field(validator=gt(0.0))
+    """Divisor of the frequencies."""
+
+
+@attrs.frozen(kw_only=True)
+class DynamicScaling(RopeScaling):
+    """NTK-aware scaling whose base grows with the longest sequence of the batch; none up to `original`."""
+
+    factor: float = attrs.field(validator=gt(0.0))
+    """How fast the base grows."""
+    original: int = attrs.field(validator=ge(1))
+    """Length of pre-training, in tokens."""
+
+
+@attrs.frozen(kw_only=True)
+class Llama3Scaling(RopeScaling):
+    """Llama 3.1's scaling: long waves are divided, short ones kept, those between are blended (arXiv:2407.21783)."""
+
+    factor: float = attrs.field(validator=gt(0.0))
+    """Divisor of the low frequencies."""
+    low: float = attrs.field(default=1.0, validator=gt(0.0))
+    """A wave that turns less often than this within `original` tokens is divided."""
+    high: float = attrs.field(default=4.0, validator=gt(0.0))
+    """A wave that turns more often than this within `original` tokens is kept."""
+    original: int = attrs.field(default=8192, validator=ge(1))
+    """Length of pre-training, in tokens."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.high <= self.low:
+            raise ValueError(f"rope.scaling.high = {self.high} must be greater than rope.scaling.low = {self.low}")
+
+
+@attrs.frozen(kw_only=True)
+class YarnScaling(RopeScaling):
+    """YaRN (arXiv:2309.00071): a ramp between divided and kept frequencies, and a temperature on attention."""
+
+    factor: float = attrs.field(validator=gt(0.0))
+    """Divisor of the low frequencies."""
+    original: int = attrs.field(validator=ge(1))
+    """Length of pre-training, in tokens."""
+    beta_fast: float = attrs.field(default=32.0, validator=gt(0.0))
+    """Turns within `original` tokens from which a frequency is kept."""
+    beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
+    """Turns within `original` tokens up to which a frequency is divided."""
+    attention_factor: float | None = attrs.field(default=None, validator=optional(gt(0.0)))
+    """Multiplies cosine and sine; None derives it from `factor`, `mscale` and `mscale_all_dim`."""
+    mscale: float | None = attrs.field(default=None, validator=optional(gt(0.0)))
+    """Weight of log(factor) in the numerator of the derived attention factor; used with `mscale_all_dim` only."""
+    mscale_all_dim: float | None = attrs.field(default=None, validator=optional(gt(0.0)))
+    """Weight of log(factor) in the denominator of the derived attention factor; used with `mscale` only."""
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded outwards to whole dims."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"rope.scaling.beta_fast = {self.beta_fast} must not be less than "
+                f"rope.scaling.beta_slow = {self.beta_slow}"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class Rope:
+    """Rotary position embedding of queries and keys, in half-split pairs: dim i turns with dim i + R/2."""
+
+    theta: float = attrs.field(default=10000.0, validator=gt(1.0))
+    """Base of the frequencies."""
+    fraction: float = attrs.field(default=1.0, validator=and_(gt(0.0), le(1.0)))
+    """Part of a head that is rotated, from its first dim on; 1.0 is the whole head."""
+    scaling: RopeScaling = NoScaling()
+    """What happens beyond the length of pre-training."""
+
+
+def rotated_dims(rope: Rope, head_dim: int) -> int:
+    """Returns how many dims of a head are rotated; raises ValueError where they do not make pairs."""
+    rot = int(head_dim * rope.fraction)
+    if rot < 2 or rot % 2:
+        raise ValueError(
+            f"rope.fraction = {rope.fraction} of attention.head_dim = {head_dim} rotates {rot} dims; "
+            "it must be an even number, at least 2: change the fraction or the head_dim"
+        )
+    return rot
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, length: int) -> tuple[Tensor, float]:
+    """Returns the frequencies as fp32 [R/2] on the CPU, in radians a token, and the factor on cosine and sine.
+
+    `length` is the longest sequence of the batch in tokens; dynamic scaling alone depends on it.
+    """
+    return scaled_frequencies(rope.scaling, rope.theta, rotated_dims(rope, head_dim), length)
+
+
+def rope_table(rope: Rope, head_dim: int, positions_BS: Tensor, longest: int) -> Tensor:
+    """Returns cosine and sine of every position as fp32 [2, S, B, 1, R], both multiplied by the attention factor.
+
+    `longest` is the longest sequence of the batch in tokens; it is a plain number so that no device is waited for.
+    """
+    frequencies, factor = inverse_frequencies(rope, head_dim, longest)
+    angles_SB = positions_BS.t().float()[..., None] * frequencies.to(positions_BS.device)
+    angles = torch.cat((angles_SB, angles_SB), dim=-1)[:, :, None]
+    return torch.stack((angles.cos(), angles.sin())) * factor
+
+
+def rotate(x_SBHD: Tensor, table: Tensor) -> Tensor:
+    """Returns x with the first R dims of each head turned by its position and the rest untouched, in x's dtype.
+
+    Cosine and sine are rounded to x's dtype first, as transformers does.
+    """
+    cos, sin = table.to(x_SBHD.dtype)
+    rot = table.shape[-1]
+    turned = x_SBHD[..., :rot]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if rot == x_SBHD.shape[-1] else torch.cat((turned, x_SBHD[..., rot:]), dim=-1)
+
+
+@functools.singledispatch
+def scaled_frequencies(scaling: RopeScaling, theta: float, rot: int, length: int) -> tuple[Tensor, float]:
+    """Returns what `inverse_frequencies` does, for `rot` rotated dims; a new scaling registers its rule here."""
+    name = f"{type(scaling).__module__}.{type(scaling).__qualname__}"
+    raise NotImplementedError(f"scaled_frequencies has no rule for {name}; add one with @scaled_frequencies.register")
+
+
+def _powers(theta: float, rot: int) -> Tensor:
+    return theta ** (torch.arange(0, rot, 2, dtype=torch.float32) / rot)
+
+
+@scaled_frequencies.register
+def _(scaling: NoScaling, theta: float, rot: int, length: int) -> tuple[Tensor, float]:
+    return 1.0 / _powers(theta, rot), 1.0
+
+
+@scaled_frequencies.register
+def _(scaling: LinearScaling, theta: float, rot: int, length: int) -> tuple[Tensor, float]:
+    return 1.0 / _powers(theta, rot) / scaling.factor, 1.0
+
+
+@scaled_frequencies.register
+def _(scaling: DynamicScaling, theta: float, rot: int, length: int) -> tuple[Tensor, float]:
+    if rot == 2:
+        raise ValueError("dynamic rope scaling needs more than 2 rotated dims; use linear scaling or a wider head")
+    stretch = scaling.factor * max(length, scaling.original) / scaling.original - (scaling.factor - 1)
+    return 1.0 / _powers(theta * stretch ** (rot / (rot - 2)), rot), 1.0
+
+
+@scaled_frequencies.register
+def _(scaling: Llama3Scaling, theta: float, rot: int, length: int) -> tuple[Tensor, float]:
+    plain = 1.0 / _powers(theta, rot)
+    turns = scaling.original / (2 * math.pi / plain)
+    keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    return (1 - keep) * plain / scaling.factor + keep * plain, 1.0
+
+
+@scaled_frequencies.register
+def _(scaling: YarnScaling, theta: float, rot: int, length: int) -> tuple[Tensor, float]:
+    def dim_with(turns: float) -> float:
+        return rot * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dim_with(scaling.beta_fast), dim_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rot - 1)
+    if low == high:
+        high += 0.001
+    keep = 1 - ((torch.arange(rot // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    powers = _powers(theta, rot)
+    frequencies = 1.0 / (scaling.factor * powers) * (1 - keep) + 1.0 / powers * keep
+    return frequencies, _yarn_attention_factor(scaling)
+
+
+def _yarn_attention_factor(scaling: YarnScaling) -> float:
+    def weight(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return weight(scaling.mscale) / weight(scaling.mscale_all_dim)
+    return weight(1.0)

@@ -1,0 +1,277 @@
+"""The questions lf asks of a model family, and the types of the answers.
+
+A family is a frozen config class plus one function for each question, registered on that class in the file that
+defines it (`@build_model.register`). Rules follow the class hierarchy, so a variant inherits what it does not change.
+
+Shapes: B rows of a micro-batch, S positions of a row, H width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lf.devices.device import Device
+
+Batch = Mapping[str, Any]
+"""What a family's `collate` makes: tensors by name; `ids`, the tuple of the sample ids of the rows; and `count`, how many
+tokens (or samples, where there are no tokens) it holds without padding."""
+
+Output = Any
+"""What `forward` returns: a tensor between pipeline stages, whatever `loss_terms` reads on the last one."""
+
+Path = Literal["megatron", "torch"]
+"""A train path: `megatron` is `train/megatron_step.py`, `torch` is `train/fsdp_step.py`."""
+
+
+IGNORE = -100
+"""Label of a position that is not trained, as in torch and transformers."""
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """A model: the type says which family, the fields say which size."""
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """How many ranks each axis of parallelism has, and where this rank stands on it."""
+
+    dp: int = 1
+    """Data parallel ranks."""
+    tp: int = 1
+    """Tensor parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    cp: int = 1
+    """Context parallel ranks."""
+    ep: int = 1
+    """Expert parallel ranks."""
+    etp: int = 1
+    """Tensor parallel ranks inside an expert."""
+    dp_rank: int = 0
+    """This rank's place among the data parallel ranks."""
+    tp_rank: int = 0
+    """This rank's place among the tensor parallel ranks."""
+    pp_rank: int = 0
+    """This rank's pipeline stage."""
+    cp_rank: int = 0
+    """This rank's place among the context parallel ranks."""
+    ep_rank: int = 0
+    """This rank's place among the expert parallel ranks."""
+    etp_rank: int = 0
+    """This rank's place among the tensor parallel ranks of an expert."""
+
+
+@attrs.frozen(kw_only=True)
+class Ctx:
+    """Everything `build_model` may need besides the config; nothing is looked up globally."""
+
+    device: Device
+    """The kind of device the model lives on."""
+    dtype: torch.dtype = torch.float32
+    """Type of the parameters."""
+    layout: Layout = Layout()
+    """Degrees of parallelism, and this rank's place."""
+    groups: Any = None
+    """megatron-core's ProcessGroupCollection on the Megatron path, else None."""
+    layers: Any = None
+    """The layer backend: a megatron-core BackendSpecProvider on the Megatron path, else None."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """megatron-core TransformerConfig fields that the parallel config decides (recompute and the like)."""
+    pre: bool = True
+    """Whether this pipeline stage holds the embedding."""
+    post: bool = True
+    """Whether this pipeline stage holds the output layer and the loss."""
+    chunk: int | None = None
+    """Virtual pipeline chunk, None without virtual stages."""
+    meta: bool = False
+    """Build on the meta device: shapes and names, no memory."""
+
+
+@attrs.frozen(kw_only=True)
+class ShardSpec:
+    """Where the torch path cuts a module; no process group is needed to make one."""
+
+    fsdp_units: tuple[str, ...] = ()
+    """Glob patterns of the submodules that become one FSDP unit each."""
+    recompute_units: tuple[str, ...] = ()
+    """Glob patterns of the submodules whose activations may be recomputed."""
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """A box of a global tensor and where it lies in this rank's tensor."""
+
+    at: tuple[int, ...]
+    """First index of the box in the global tensor, one number a dimension."""
+    local: tuple[int, ...]
+    """First index of the box in this rank's tensor."""
+    size: tuple[int, ...]
+    """Extent of the box."""
+
+
+@attrs.frozen(kw_only=True)
+class Placed:
+    """One tensor of this rank as boxes of the global tensor with the canonical name."""
+
+    name: str
+    """Canonical lf name: equal in every layout and layer backend."""
+    shape: tuple[int, ...]
+    """Shape of the global tensor."""
+    parts: tuple[Part, ...]
+    """The boxes that this rank holds; together they fill its tensor, except padded rows."""
+    owner: bool = True
+    """Whether this rank is the one that saves these boxes (False on replicas)."""
+
+
+@attrs.frozen(kw_only=True)
+class InitRule:
+    """How the tensors whose canonical names match a pattern start."""
+
+    pattern: str
+    """Glob pattern over canonical names; the first rule that matches holds."""
+    kind: Literal["normal", "ones", "zeros"]
+    """Normal draws, all ones, or all zeros."""
+    std: float = 0.0
+    """Standard deviation of the normal draws."""
+
+
+def type_name(value: object) -> str:
+    """Returns the full name of a value's type, as errors print it."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _no_rule(question: Callable[..., Any], cfg: object) -> NotImplementedError:
+    name = question.__name__
+    return NotImplementedError(
+        f"{name} has no rule for {type_name(cfg)}; add one with @{name}.register in the file that defines it"
+    )
+
+
+@functools.singledispatch
+def build_model(cfg: ModelConfig, ctx: Ctx) -> nn.Module:
+    """Returns the module of this rank with uninitialised or default weights; works on the meta device."""
+    raise _no_rule(build_model, cfg)
+
+
+@functools.singledispatch
+def forward(cfg: ModelConfig, model: nn.Module, batch: Batch) -> Output:
+    """Calls `model(...)` exactly once on a micro-batch and returns what `loss_terms` reads."""
+    raise _no_rule(forward, cfg)
+
+
+@functools.singledispatch
+def loss_weights(cfg: ModelConfig, batch: Batch) -> dict[str, Tensor]:
+    """Returns each loss term's weight in a micro-batch (a scalar), from the batch alone.
+
+    The step sums them over the whole global batch before the first forward.
+    """
+    raise _no_rule(loss_weights, cfg)
+
+
+@functools.singledispatch
+def loss_terms(cfg: ModelConfig, output: Output, batch: Batch) -> dict[str, Tensor]:
+    """Returns each loss term's sum over a micro-batch (a scalar), under the names of `loss_weights`."""
+    raise _no_rule(loss_terms, cfg)
+
+
+@functools.singledispatch
+def loss_coefficients(cfg: ModelConfig) -> dict[str, float]:
+    """Returns the factor of each loss term in the total; a term not named has 1."""
+    return {}
+
+
+@functools.singledispatch
+def shard_spec(cfg: ModelConfig) -> ShardSpec:
+    """Returns where the torch path cuts the module."""
+    raise _no_rule(shard_spec, cfg)
+
+
+@functools.singledispatch
+def weight_map(cfg: ModelConfig) -> Any:
+    """Returns the `WeightMap` between canonical lf names and Hugging Face names."""
+    raise _no_rule(weight_map, cfg)
+
+
+@functools.singledispatch
+def hf_config(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the Hugging Face `config.json` of the model, as a dict."""
+    raise _no_rule(hf_config, cfg)
+
+
+@functools.singledispatch
+def init_rules(cfg: ModelConfig) -> tuple[InitRule, ...]:
+    """Returns how weights start when no checkpoint is given; every tensor must match a rule."""
+    raise _no_rule(init_rules, cfg)
+
+
+@functools.singledispatch
+def flops(cfg: ModelConfig, rows: int, length: int) -> float:
+    """Returns the floating point operations of forward and backward, without recompute, of `rows` rows of `length`."""
+    raise _no_rule(flops, cfg)
+
+
+@functools.singledispatch
+def fake_batch(cfg: ModelConfig, rows: int, length: int, seed: int) -> Batch:
+    """Returns a micro-batch of random data, for tests, plans and benchmarks."""
+    raise _no_rule(fake_batch, cfg)
+
+
+@functools.singledispatch
+def collate(cfg: ModelConfig, rows: Sequence[Mapping[str, Any]]) -> Batch:
+    """Returns the micro-batch made of the rows that a data source gives; a row of None has weight zero."""
+    raise _no_rule(collate, cfg)
+
+
+@functools.singledispatch
+def paths(cfg: ModelConfig) -> tuple[Path, ...]:
+    """Returns the train paths that this family runs on."""
+    return ("torch",)
+
+
+@functools.singledispatch
+def check_model(cfg: ModelConfig, data: Mapping[str, int]) -> None:
+    """Raises ValueError when the model cannot take the data, described by `data`: `vocab` and `length`."""
+
+
+def text_batch(rows: Sequence[Mapping[str, Any] | None]) -> Batch:
+    """Returns the micro-batch of rows of text: `tokens`, `labels` and `positions` [B, S], and `lengths` of the documents.
+
+    A row has `tokens` and `labels` of S ids, the `lengths` of its documents, how many positions are `real` (the others
+    are padding), and an `id`. Positions start again at every document.
+    """
+    size = next((len(row["tokens"]) for row in rows if row is not None), 1)
+    blank: Mapping[str, Any] = {
+        "tokens": np.zeros(size, np.int64),
+        "labels": np.full(size, IGNORE, np.int64),
+        "lengths": (size,),
+        "real": 0,
+        "id": "padding",
+    }
+    full = [blank if row is None else row for row in rows]
+    lengths = tuple(int(n) for row in full for n in row["lengths"])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    return {
+        "tokens": torch.from_numpy(np.stack([row["tokens"] for row in full]).astype(np.int64)),
+        "labels": torch.from_numpy(np.stack([row["labels"] for row in full]).astype(np.int64)),
+        "positions": torch.from_numpy(positions).reshape(len(full), size),
+        "lengths": lengths,
+        "ids": tuple(row["id"] for row in full),
+        "count": sum(row["real"] for row in full),
+    }
+
+
+def fake_text_batch(vocab: int, rows: int, length: int, seed: int) -> Batch:
+    """Returns a micro-batch of random token ids, one document a row."""
+    tokens = np.random.default_rng(seed).integers(0, vocab, (rows, length + 1))
+    return text_batch(
+        [
+            {"tokens": row[:-1], "labels": row[1:], "lengths": (length,), "real": length, "id": f"fake:{seed}:{i}"}
+            for i, row in enumerate(tokens)
+        ]
+    )

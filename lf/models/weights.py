@@ -1,0 +1,497 @@
+"""The weight table of a family: rules between lf's canonical tensors and Hugging Face's, read in both directions.
+
+A rule says, as data, which box of which HF tensor is which box of one lf tensor (`pieces`). Everything else follows:
+reading any box by slice, writing HF tensors, shapes, and that a rule can be inverted. A new kind of rule is a frozen
+record with `hf_names` and `pieces` registered for it.
+"""
+
+import fnmatch
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from lf.models.hf_folder import DTYPES, HfFolder
+from lf.models.hf_save import Source, source_of
+from lf.models.spec import Part, Placed, type_name
+
+Shape = tuple[int, ...]
+"""Extents of a tensor."""
+
+
+@attrs.frozen
+class Piece:
+    """A box of an HF tensor that is a box of an lf tensor.
+
+    HF dimension i is lf dimension `axes[i]`; lf dimensions that `axes` leaves out have extent 1 in the box.
+    """
+
+    hf: str
+    """The HF tensor."""
+    hf_at: Shape
+    """First index of the box in the HF tensor."""
+    lf_at: Shape
+    """First index of the box in the lf tensor."""
+    size: Shape
+    """Extent of the box, in lf's dimensions."""
+    axes: Shape
+    """The lf dimension of each HF dimension."""
+
+
+@attrs.frozen
+class Rule:
+    """One line of a weight table: the type says how tensors correspond."""
+
+
+@attrs.frozen
+class LfRule(Rule):
+    """A rule that makes one lf tensor."""
+
+    lf: str
+    """Canonical lf name."""
+
+
+@attrs.frozen
+class Same(LfRule):
+    """One HF tensor, unchanged."""
+
+    hf: str
+    """The HF tensor."""
+
+
+@attrs.frozen
+class Padded(LfRule):
+    """One HF tensor whose lf tensor may have more rows: zero on import, cut on export (vocabulary padding)."""
+
+    hf: str
+    """The HF tensor."""
+    rows: int = attrs.field(kw_only=True)
+    """Rows of the HF tensor."""
+
+
+@attrs.frozen
+class Stack(LfRule):
+    """HF tensors one below the other, along dimension 0 (gate and up projection)."""
+
+    hf: tuple[str, ...]
+    """The HF tensors, top first."""
+    rows: tuple[int, ...] = attrs.field(default=(), kw_only=True)
+    """Rows of each; empty when they are equal."""
+
+
+@attrs.frozen
+class FusedQkv(LfRule):
+    """Query, key and value projection in megatron-core's order: for each key-value head its queries, key and value.
+
+    With G key-value heads, r = heads / G and head width d, the weight is [G * (r + 2) * d, hidden] and the bias
+    [G * (r + 2) * d].
+    """
+
+    q: str
+    """HF tensor of the queries, [heads * d, ...]."""
+    k: str
+    """HF tensor of the keys, [G * d, ...]."""
+    v: str
+    """HF tensor of the values, [G * d, ...]."""
+    heads: int = attrs.field(kw_only=True)
+    """Query heads."""
+    kv_heads: int = attrs.field(kw_only=True)
+    """Key-value heads; divides `heads`."""
+    head_dim: int = attrs.field(kw_only=True)
+    """Width of a head."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"{self.lf}: heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
+
+
+@attrs.frozen
+class Carried(Rule):
+    """HF tensors that no module holds (buffers, unused heads); an export writes them as the source had them."""
+
+    hf: str
+    """Glob pattern of the names; matching nothing is no error."""
+
+
+@attrs.frozen
+class Duplicate(Rule):
+    """An HF tensor that may be stored though it equals another (the head of a tied model).
+
+    Import checks that they are equal; export writes it where the source had it.
+    """
+
+    hf: str
+    """The HF tensor."""
+    of: str
+    """The HF tensor that it equals."""
+
+
+@attrs.frozen
+class WeightMap:
+    """The rules of a model. Raises ValueError for names that two rules claim."""
+
+    rules: tuple[Rule, ...]
+    """One for each lf tensor, and those for HF tensors without one."""
+
+    def __attrs_post_init__(self) -> None:
+        _check_rules(self)
+
+    @functools.cached_property
+    def by_lf(self) -> dict[str, LfRule]:
+        """The rule that makes each lf tensor."""
+        return {rule.lf: rule for rule in self.rules if isinstance(rule, LfRule)}
+
+    @functools.cached_property
+    def by_hf(self) -> dict[str, Rule]:
+        """The rule that claims each HF tensor by name; carried patterns are not among them."""
+        return {name: rule for rule in self.rules for name in hf_names(rule)}
+
+    @functools.cached_property
+    def carried(self) -> tuple[str, ...]:
+        """The patterns of carried tensors."""
+        return tuple(rule.hf for rule in self.rules if isinstance(rule, Carried))
+
+
+@functools.singledispatch
+def hf_names(rule: Rule) -> tuple[str, ...]:
+    """Returns the HF tensors that a rule claims by name."""
+    raise NotImplementedError(f"hf_names has no rule for {type_name(rule)}; add one with @hf_names.register")
+
+
+@hf_names.register
+def _(rule: Same | Padded | Duplicate) -> tuple[str, ...]:
+    return (rule.hf,)
+
+
+@hf_names.register
+def _(rule: Stack) -> tuple[str, ...]:
+    return rule.hf
+
+
+@hf_names.register
+def _(rule: FusedQkv) -> tuple[str, ...]:
+    return (rule.q, rule.k, rule.v)
+
+
+@hf_names.register
+def _(rule: Carried) -> tuple[str, ...]:
+    return ()
+
+
+@functools.singledispatch
+def pieces(rule: LfRule, shape: Shape) -> tuple[Piece, ...]:
+    """Returns the boxes that make an lf tensor of this shape; they cover each HF tensor exactly once.
+
+    Raises ValueError when no HF tensors could make that shape.
+    """
+    raise NotImplementedError(f"pieces has no rule for {type_name(rule)}; add one with @pieces.register")
+
+
+@pieces.register
+def _(rule: Same, shape: Shape) -> tuple[Piece, ...]:
+    origin = (0,) * len(shape)
+    return (Piece(rule.hf, origin, origin, shape, tuple(range(len(shape)))),)
+
+
+@pieces.register
+def _(rule: Padded, shape: Shape) -> tuple[Piece, ...]:
+    if not shape or shape[0] < rule.rows:
+        raise ValueError(f"{rule.lf} of shape {list(shape)} has fewer rows than {rule.hf}, which has {rule.rows}")
+    return tuple(_rows(shape, [(rule.hf, 0, rule.rows)]))
+
+
+@pieces.register
+def _(rule: Stack, shape: Shape) -> tuple[Piece, ...]:
+    rows = rule.rows or (shape[0] // len(rule.hf),) * len(rule.hf)
+    if len(rows) != len(rule.hf) or sum(rows) != shape[0]:
+        raise ValueError(
+            f"{rule.lf} has {shape[0]} rows, which are not made of {len(rule.hf)} tensors of {list(rows)} rows"
+        )
+    return tuple(_rows(shape, [(name, 0, extent) for name, extent in zip(rule.hf, rows, strict=True)]))
+
+
+@pieces.register
+def _(rule: FusedQkv, shape: Shape) -> tuple[Piece, ...]:
+    d, ratio = rule.head_dim, rule.heads // rule.kv_heads
+    if shape[0] != rule.kv_heads * (ratio + 2) * d:
+        raise ValueError(
+            f"{rule.lf} has {shape[0]} rows; {rule.heads} heads, {rule.kv_heads} kv_heads and head_dim {d} make "
+            f"{rule.kv_heads * (ratio + 2) * d}"
+        )
+    blocks = []
+    for group in range(rule.kv_heads):
+        blocks += [(rule.q, group * ratio * d, ratio * d), (rule.k, group * d, d), (rule.v, group * d, d)]
+    return tuple(_rows(shape, blocks))
+
+
+def hf_shapes(rule: LfRule, shape: Shape) -> dict[str, Shape]:
+    """Returns the shape of each HF tensor that makes an lf tensor of this shape."""
+    shapes: dict[str, list[int]] = {}
+    for piece in pieces(rule, shape):
+        extents = shapes.setdefault(piece.hf, [0] * len(piece.axes))
+        for dim, axis in enumerate(piece.axes):
+            extents[dim] = max(extents[dim], piece.hf_at[dim] + piece.size[axis])
+    return {name: tuple(extents) for name, extents in shapes.items()}
+
+
+def to_hf(rule: LfRule, tensor: Tensor) -> dict[str, Tensor]:
+    """Returns the HF tensors that a whole lf tensor (or its gradient) holds; they may be views of it."""
+    shape = tuple(tensor.shape)
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces(rule, shape):
+        found.setdefault(piece.hf, []).append(piece)
+    shapes = hf_shapes(rule, shape)
+    made = {}
+    for name, parts in found.items():
+        values = [_as_hf(part, tensor[_box(part.lf_at, part.size)]) for part in parts]
+        if len(values) == 1:
+            made[name] = values[0]
+        else:
+            made[name] = tensor.new_empty(shapes[name])
+            for part, value in zip(parts, values, strict=True):
+                made[name][_box(part.hf_at, tuple(value.shape))] = value
+    return made
+
+
+def read(
+    weights: WeightMap,
+    folder: HfFolder,
+    placed: Placed,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """Returns this rank's tensor, reading only the slices that its boxes need.
+
+    `dtype` is what floating tensors become (None keeps the stored one); integers keep theirs. `shape` is that of the
+    rank's tensor; None takes the extent of its boxes. Padded rows, and what no box covers, are zero.
+    """
+    rule = weights.by_lf[placed.name]
+    stored = functools.reduce(torch.promote_types, (folder.dtype(name) for name in hf_names(rule)))
+    if shape is None:
+        shape = tuple(max(ends) for ends in zip(*(_ends(part.local, part.size) for part in placed.parts), strict=True))
+    out = torch.zeros(shape, dtype=dtype if dtype is not None and stored.is_floating_point else stored)
+    whole = pieces(rule, placed.shape)
+    for part in placed.parts:
+        for piece in whole:
+            at, size = _overlap(part, piece)
+            if min(size, default=1) > 0:
+                start = tuple(a - p for a, p in zip(at, piece.lf_at, strict=True))
+                box = tuple(
+                    slice(first + start[axis], first + start[axis] + size[axis])
+                    for first, axis in zip(piece.hf_at, piece.axes, strict=True)
+                )
+                local = tuple(mine + a - p for mine, a, p in zip(part.local, at, part.at, strict=True))
+                out[_box(local, size)] = _as_lf(piece, folder.read(piece.hf, box), size)
+    return out
+
+
+def check(weights: WeightMap, folder: HfFolder, lf_shapes: Mapping[str, Shape]) -> None:
+    """Raises ValueError unless the folder and the model account for each other, tensor by tensor.
+
+    `lf_shapes` are the global shapes of all lf tensors of the model. Every HF tensor must be claimed by a rule, every
+    rule find its HF tensors, every lf tensor have its rule, every shape agree and every stored duplicate equal its
+    original. Reads nothing but duplicates.
+    """
+    names = set(folder.names)
+    optional = {rule.hf for rule in weights.rules if isinstance(rule, Duplicate)}
+    wanted: dict[str, Shape] = {}
+    wrong = []
+    for lf, shape in lf_shapes.items():
+        if lf in weights.by_lf:
+            try:
+                wanted |= hf_shapes(weights.by_lf[lf], tuple(shape))
+            except ValueError as error:
+                wrong.append(str(error))
+    wrong += [
+        f"{name} in {folder.entries[name].file} is {list(folder.shape(name))}, the model needs {list(shape)}"
+        for name, shape in wanted.items()
+        if name in names and folder.shape(name) != shape
+    ]
+    faults = {
+        "missing in the folder": [name for name in weights.by_hf if name not in names and name not in optional],
+        "unexpected in the folder": [
+            f"{name} in {folder.entries[name].file}"
+            for name in folder.names
+            if name not in weights.by_hf and not _is_carried(weights, name)
+        ],
+        "of the wrong shape": wrong,
+        "in the model without a rule": [lf for lf in lf_shapes if lf not in weights.by_lf],
+        "in a rule but not in the model": [lf for lf in weights.by_lf if lf not in lf_shapes],
+        "stored twice with different values": [
+            f"{rule.hf} and {rule.of}"
+            for rule in weights.rules
+            if isinstance(rule, Duplicate) and {rule.hf, rule.of} <= names and not _equal(folder, rule.hf, rule.of)
+        ],
+    }
+    if any(faults.values()):
+        lines = [f"  {len(found)} {kind}: {_some(found)}" for kind, found in faults.items() if found]
+        raise ValueError(
+            f"{folder.path}: the weights do not fit the model; nothing was loaded.\n"
+            + "\n".join(lines)
+            + "\nGive the folder whose config.json describes these weights; for a new layout add rules to the family's "
+            "weight map."
+        )
+
+
+def report(weights: WeightMap, folder: HfFolder) -> list[dict[str, Any]]:
+    """Returns one JSON object for each tensor of an imported or exported folder: key, rule, lf, shape, dtype, file.
+
+    A quantised tensor also has `waived`: why its bytes do not come back.
+    """
+    rows = []
+    for name, entry in folder.entries.items():
+        rule = weights.by_hf.get(name)
+        kind = type(rule).__name__ if rule else "Carried" if _is_carried(weights, name) else "unclaimed"
+        row: dict[str, Any] = {
+            "key": name,
+            "rule": "Scale" if name in folder.quantisation.unused else kind,
+            "lf": rule.lf if isinstance(rule, LfRule) else None,
+            "shape": list(entry.shape),
+            "dtype": entry.dtype,
+            "file": entry.file,
+        }
+        if name in folder.quantisation.scales:
+            row["waived"] = f"dequantised with {folder.quantisation.scales[name].name}; exported as BF16"
+        elif name in folder.quantisation.unused:
+            row["waived"] = "belongs to the quantised form; not exported"
+        rows.append(row)
+    return rows
+
+
+def remember(weights: WeightMap, folder: HfFolder) -> Source:
+    """Returns what an export needs to give an imported folder back; carried tensors stay in the folder.
+
+    `hf_save.store_source` makes it outlive the folder.
+    """
+    return source_of(folder, {name for name in folder.names if name not in weights.by_hf})
+
+
+def export(
+    weights: WeightMap,
+    get: Callable[[str], Tensor],
+    source: Source | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every HF tensor with its name, calling `get` once for each lf tensor (its whole value, on any device).
+
+    With a source: its keys in its order with its dtypes, carried and duplicate tensors included. Without: the keys of
+    the rules in their order with the dtypes that `get` gives. `dtype` replaces that of floating tensors, except carried
+    ones. Calls are the same on every rank, so `get` may be a collective.
+    """
+    if source is None:
+        for lf, rule in weights.by_lf.items():
+            for name, tensor in to_hf(rule, get(lf)).items():
+                yield name, _cast(tensor, dtype, tensor.dtype)
+        return
+    _check_source(weights, source)
+    uses = Counter(_original(weights, kept.name) for kept in source.tensors if not kept.carried)
+    made: dict[str, Tensor] = {}
+    for kept in source.tensors:
+        stored = DTYPES[kept.dtype]
+        if kept.carried:
+            assert source.carried is not None
+            yield kept.name, source.carried.read(kept.name).to(stored)
+            continue
+        name = _original(weights, kept.name)
+        if name not in made:
+            maker = weights.by_hf[name]
+            assert isinstance(maker, LfRule)
+            made |= to_hf(maker, get(maker.lf))
+        uses[name] -= 1
+        yield kept.name, _cast(made[name] if uses[name] else made.pop(name), dtype, stored)
+
+
+def _check_rules(weights: WeightMap) -> None:
+    for kind, names in (
+        ("lf", [rule.lf for rule in weights.rules if isinstance(rule, LfRule)]),
+        ("HF", [name for rule in weights.rules for name in hf_names(rule)]),
+    ):
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ValueError(
+                f"weight map: {len(twice)} {kind} tensors stand in two rules: {_some(twice)}; keep one of them"
+            )
+    both = [name for name in weights.by_hf if _is_carried(weights, name)]
+    if both:
+        raise ValueError(f"weight map: {_some(both)} stand in a rule and match a Carried pattern; narrow the pattern")
+    for rule in weights.rules:
+        if isinstance(rule, Duplicate) and not isinstance(weights.by_hf.get(rule.of), LfRule):
+            raise ValueError(
+                f"weight map: {rule.hf} is a duplicate of {rule.of}, which no rule maps to lf; name one that is"
+            )
+
+
+def _check_source(weights: WeightMap, source: Source) -> None:
+    held = {kept.name for kept in source.tensors if not kept.carried}
+    optional = {rule.hf for rule in weights.rules if isinstance(rule, Duplicate)}
+    unknown = sorted(held - weights.by_hf.keys())
+    missing = sorted(weights.by_hf.keys() - held - optional)
+    if unknown or missing:
+        raise ValueError(
+            f"the source has {len(unknown)} tensors that the weight map does not name ({_some(unknown)}) and lacks "
+            f"{len(missing)} that it does ({_some(missing)}): export the model that was imported, or give no source"
+        )
+
+
+def _original(weights: WeightMap, name: str) -> str:
+    rule = weights.by_hf[name]
+    return rule.of if isinstance(rule, Duplicate) else name
+
+
+def _is_carried(weights: WeightMap, name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in weights.carried)
+
+
+def _rows(shape: Shape, blocks: Sequence[tuple[str, int, int]]) -> Iterator[Piece]:
+    row = 0
+    rest = (0,) * (len(shape) - 1)
+    for name, first, rows in blocks:
+        yield Piece(name, (first, *rest), (row, *rest), (rows, *shape[1:]), tuple(range(len(shape))))
+        row += rows
+
+
+def _box(at: Shape, size: Shape) -> tuple[slice, ...]:
+    return tuple(slice(first, first + extent) for first, extent in zip(at, size, strict=True))
+
+
+def _ends(at: Shape, size: Shape) -> Shape:
+    return tuple(first + extent for first, extent in zip(at, size, strict=True))
+
+
+def _overlap(part: Part, piece: Piece) -> tuple[Shape, Shape]:
+    at = tuple(max(a, b) for a, b in zip(part.at, piece.lf_at, strict=True))
+    ends = zip(_ends(part.at, part.size), _ends(piece.lf_at, piece.size), at, strict=True)
+    return at, tuple(max(0, min(a, b) - first) for a, b, first in ends)
+
+
+def _as_hf(piece: Piece, box: Tensor) -> Tensor:
+    lone = [dim for dim in range(box.ndim) if dim not in piece.axes]
+    return box.permute((*lone, *piece.axes)).reshape([box.shape[axis] for axis in piece.axes])
+
+
+def _as_lf(piece: Piece, box: Tensor, size: Shape) -> Tensor:
+    order = sorted(range(len(piece.axes)), key=lambda dim: piece.axes[dim])
+    return box.permute(order).reshape(size)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None, stored: torch.dtype) -> Tensor:
+    return tensor.to(dtype if dtype is not None and stored.is_floating_point else stored)
+
+
+def _equal(folder: HfFolder, one: str, other: str) -> bool:
+    if folder.shape(one) != folder.shape(other):
+        return False
+    first, second = folder.read(one), folder.read(other)
+    wide = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(wide), second.to(wide))
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

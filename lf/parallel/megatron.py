@@ -1,0 +1,170 @@
+"""The Megatron path's process groups, contexts, wrapped models and optimisers, all as explicit values."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lf.devices.device import Device
+from lf.models.spec import Ctx, Layout, Part, Placed
+from lf.parallel.config import MegatronParallel
+from lf.parallel.mcore_compat import cuda_type_names, prepare_megatron
+
+
+def process_groups(layout: Layout) -> Any:
+    """Returns megatron-core's ProcessGroupCollection of a layout; every rank of the world calls it, with torch.distributed up."""
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    axes = ["tp", "cp", "ep", "pp", "dp"]
+    grid = HyperCommGrid([layout.tp, layout.cp, layout.ep, layout.pp, layout.dp], axes)
+    groups = ProcessGroupCollection()
+    for name, dims in {
+        "tp": ["tp"],
+        "cp": ["cp"],
+        "ep": ["ep"],
+        "pp": ["pp"],
+        "dp": ["dp"],
+        "dp_cp": ["cp", "dp"],
+        "tp_cp": ["tp", "cp"],
+        "mp": ["tp", "pp"],
+        "intra_dist_opt": axes,
+    }.items():
+        setattr(groups, name, grid.create_pg(dims))
+    groups.embd = groups.pos_embd = groups.pp
+    groups.expt_tp = groups.tp
+    groups.expt_dp = groups.intra_expt_dp = groups.dp
+    groups.intra_dp_cp = groups.dp_cp
+    groups.tp_dp_cp = groups.intra_dist_opt
+    groups.tp_ep = groups.tp_ep_pp = groups.mp
+    return groups
+
+
+def make_context(cfg: MegatronParallel, layout: Layout, device: Device, dtype: torch.dtype) -> Ctx:
+    """Returns the context of this rank; torch.distributed must be up, with one process too."""
+    prepare_megatron(device)
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from lf.models.layers.megatron import provider
+
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    rank = dist.get_rank()
+    # megatron's dropout draws from named states, which must exist; the step seeds them for each micro-batch.
+    model_parallel_cuda_manual_seed(0, tp_rank=layout.tp_rank, ep_rank=layout.ep_rank, etp_rank=layout.etp_rank)
+    return Ctx(
+        device=device,
+        dtype=dtype,
+        layout=attrs.evolve(layout, dp_rank=rank // (layout.tp * layout.cp * layout.ep * layout.pp)),
+        groups=process_groups(layout),
+        layers=provider(device),
+        options=tuple(recompute.items()) if cfg.recompute == "full" else (),
+    )
+
+
+def wrap(model: nn.Module, ctx: Ctx, *, overlap: bool) -> nn.Module:
+    """Returns the model inside megatron-core's DistributedDataParallel, which sums gradients in fp32."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    overlap = overlap and ctx.layout.dp * ctx.layout.cp > 1
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        average_in_collective=False,
+    )
+    return DistributedDataParallel(model.config, config, model, pg_collection=ctx.groups)
+
+
+def distributed_optimizer(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups: Sequence[dict[str, Any]],
+    chunks: Sequence[nn.Module],
+    ctx: Ctx,
+) -> Any:
+    """Returns megatron-core's DistributedOptimizer around the optimiser that `make` builds from parameter groups.
+
+    Each data parallel rank keeps the fp32 main weights and the state of its share of every gradient bucket.
+    """
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    # megatron keeps the groups it is given and puts its shards into them.
+    given = [{**group, "params": list(group["params"])} for group in groups]
+    config = OptimizerConfig(
+        use_distributed_optimizer=True,
+        bf16=ctx.dtype == torch.bfloat16,
+        params_dtype=ctx.dtype,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+    )
+    with cuda_type_names(ctx.device):
+        optimizer = DistributedOptimizer(
+            make(given),
+            config,
+            None,
+            None,
+            model_chunks=list(chunks),
+            per_model_buffers={i: chunk.buffers for i, chunk in enumerate(chunks)},
+            data_parallel_group=ctx.groups.intra_dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=ctx.groups.mp.rank(),
+            distributed_optimizer_instance_id=0,
+        )
+    optimizer.grad_stats_parallel_group = ctx.groups.intra_dist_opt
+    optimizer.tp_group = ctx.groups.tp
+    return optimizer
+
+
+def owned_range(optimizer: Any, param: nn.Parameter) -> tuple[int, int, nn.Parameter] | None:
+    """Returns which elements [start, stop) of a flattened parameter this rank updates, and the fp32 shard it updates.
+
+    None where the rank owns nothing of it.
+    """
+    if param not in optimizer.model_param_gbuf_map:
+        return None
+    span = optimizer._get_model_param_range_map(param)["param"]
+    group, index = optimizer.model_param_group_index_map[param]
+    return span.start, span.end, optimizer.optimizer.param_groups[group]["params"][index]
+
+
+def placements(model: nn.Module, ctx: Ctx) -> list[tuple[nn.Parameter, Placed]]:
+    """Returns each parameter with its place in the global tensors, read from the module's own `sharded_state_dict`."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    metadata = {"non_homogeneous_layers": True, "dp_cp_group": ctx.groups.dp_cp}
+    state = model.sharded_state_dict(metadata=metadata)
+    rows: dict[str, int] = getattr(model, "unpadded", {})
+    found = []
+    for name, param in model.named_parameters():
+        entry = state[name]
+        pieces = _tensors(entry.build(), ShardedTensor) if isinstance(entry, ShardedTensorFactory) else [entry]
+        found.append((param, _placed(pieces, rows.get(name))))
+    return found
+
+
+def _tensors(tree: Any, kind: type) -> list[Any]:
+    if isinstance(tree, kind):
+        return [tree]
+    items: Iterable[Any] = tree.values() if isinstance(tree, dict) else tree
+    return [leaf for item in items for leaf in _tensors(item, kind)]
+
+
+def _placed(pieces: list[Any], rows: int | None) -> Placed:
+    """Returns the place of a tensor from megatron's pieces; `rows` are those of the global tensor without padding."""
+    parts, local = [], 0
+    shape = tuple(pieces[0].global_shape)
+    if rows is not None:
+        shape = (rows, *shape[1:])
+    for piece in pieces:
+        at = tuple(piece.global_offset[-len(shape) :])
+        size = tuple(min(n, whole - first) for n, whole, first in zip(piece.local_shape, shape, at, strict=True))
+        if min(size) > 0:
+            parts.append(Part(at=at, local=(local, *[0] * (len(shape) - 1)), size=size))
+        local += piece.local_shape[0]
+    # The last number of a replica id is the data parallel rank; the distributed optimiser splits that axis itself.
+    replica = pieces[0].replica_id
+    owner = not isinstance(replica, tuple) or not any(replica[:-1])
+    return Placed(name=pieces[0].key, shape=shape, parts=tuple(parts), owner=owner)

@@ -1,0 +1,85 @@
+"""How ranks agree: objects gathered on rank 0, one answer for all, and a failure of one that is told to all."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@attrs.frozen(kw_only=True)
+class Comm:
+    """The exchange of small objects between ranks. Both functions are called by all ranks, in the same order."""
+
+    rank: int
+    """This rank."""
+    world: int
+    """Number of ranks."""
+    gather: Callable[[Any], list[Any] | None]
+    """Gives the objects of all ranks, in order, to rank 0 and None to the others."""
+    broadcast: Callable[[Any], Any]
+    """Gives rank 0's object to all."""
+
+
+ALONE = Comm(rank=0, world=1, gather=lambda value: [value], broadcast=lambda value: value)
+"""A single process."""
+
+
+def distributed(group: Any = None) -> Comm:
+    """Returns the exchange of a process group of torch.distributed (gloo); the default group without one."""
+    from torch import distributed as dist
+
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(value: Any) -> list[Any] | None:
+        rows: list[Any] | None = [None] * world if rank == 0 else None
+        dist.gather_object(value, rows, group=group, group_dst=0)
+        return rows
+
+    def broadcast(value: Any) -> Any:
+        row = [value]
+        dist.broadcast_object_list(row, group=group, group_src=0)
+        return row[0]
+
+    return Comm(rank=rank, world=world, gather=gather, broadcast=broadcast)
+
+
+def together(comm: Comm, work: Callable[[], T], finish: Callable[[list[T]], U], failed: type[Exception]) -> U:
+    """Calls `work` on every rank, then `finish` on rank 0 with their values in order; returns its value on every rank.
+
+    When a call fails anywhere, every rank raises `failed` with one text that says where and why.
+    """
+    mine: T | None = None
+    fault, cause = "", None
+    try:
+        mine = work()
+    except Exception as error:
+        fault, cause = told(error), error
+    rows = comm.gather((mine, fault))
+    answer: tuple[U | None, str] = (None, fault)
+    if rows is not None:
+        faults = [f"rank {rank}: {text}" if comm.world > 1 else text for rank, (_, text) in enumerate(rows) if text]
+        more = f"; and {len(faults) - 3} more ranks" if len(faults) > 3 else ""
+        answer = (None, "; ".join(faults[:3]) + more)
+        if not faults:
+            try:
+                answer = (finish([value for value, _ in rows]), "")
+            except Exception as error:
+                answer, cause = (None, told(error)), error
+    value: U
+    value, fault = comm.broadcast(answer)
+    if fault:
+        raise failed(fault) from cause
+    return value
+
+
+def told(error: Exception) -> str:
+    """Returns what an error says in one clause: the path first where the system gives one, never an empty text."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error)
+    if not text or isinstance(error, (KeyError, AttributeError, TypeError, MemoryError)):
+        return f"{type(error).__name__}: {text}"
+    return text

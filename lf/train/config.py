@@ -1,0 +1,174 @@
+"""A run as one frozen value, and its parts."""
+
+from typing import Any, Literal
+
+import attrs
+from attrs.validators import and_, ge, gt, le
+
+from lf.data.config import DataConfig, TokenizerConfig
+from lf.models.spec import ModelConfig
+from lf.parallel.config import MegatronParallel, ParallelConfig
+
+MAY_CHANGE: dict[str, Any] = {"resume": True}
+"""Metadata of a field of `Run` that a resume may change."""
+
+
+@attrs.frozen(kw_only=True)
+class ScheduleConfig:
+    """The factor on the learning rate as a function of the step."""
+
+    warmup: int = attrs.field(default=0, validator=ge(0))
+    """Steps over which the factor rises linearly from near 0 to 1."""
+
+
+@attrs.frozen(kw_only=True)
+class Constant(ScheduleConfig):
+    """Warm-up, then 1."""
+
+
+@attrs.frozen(kw_only=True)
+class Cosine(ScheduleConfig):
+    """Warm-up, then half a cosine from 1 to `final` at the last step."""
+
+    final: float = attrs.field(default=0.1, validator=and_(ge(0.0), le(1.0)))
+    """Factor at the last step."""
+
+
+@attrs.frozen(kw_only=True)
+class Linear(ScheduleConfig):
+    """Warm-up, then a straight line from 1 to `final` at the last step."""
+
+    final: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    """Factor at the last step."""
+
+
+@attrs.frozen(kw_only=True)
+class Wsd(ScheduleConfig):
+    """Warm-up, stable at 1, then a straight line to `final` over the last `decay` steps."""
+
+    decay: int = attrs.field(default=0, validator=ge(0))
+    """Steps of the decay at the end."""
+    final: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    """Factor at the last step."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimConfig:
+    """An optimiser: the type says which. A class of your own needs one rule, `@make_optimizer.register`."""
+
+    lr: float = attrs.field(default=3e-4, validator=gt(0.0))
+    """Learning rate where the schedule's factor is 1."""
+    schedule: ScheduleConfig = Constant()
+    """Factor on the learning rate by step."""
+    clip: float = attrs.field(default=1.0, validator=ge(0.0))
+    """Largest gradient norm; 0 clips nothing."""
+    weight_decay: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Decoupled weight decay; norms and biases have none."""
+
+
+@attrs.frozen(kw_only=True)
+class AdamW(OptimConfig):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101)."""
+
+    weight_decay: float = attrs.field(default=0.1, validator=ge(0.0))
+    """Decoupled weight decay; norms and biases have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: float = attrs.field(default=1e-8, validator=gt(0.0))
+    """Added to the root of the second moment."""
+
+
+@attrs.frozen(kw_only=True)
+class Sgd(OptimConfig):
+    """Stochastic gradient descent."""
+
+    momentum: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Decay rate of the velocity; 0 keeps none."""
+
+
+@attrs.frozen(kw_only=True)
+class Precision:
+    """Number formats."""
+
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that compute; with bfloat16 the optimiser keeps float32 main weights."""
+
+
+@attrs.frozen(kw_only=True)
+class Eval:
+    """Evaluation on held-out data; off without `data`."""
+
+    data: DataConfig | None = None
+    """Where the held-out rows come from."""
+    every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between evaluations; 0 evaluates at the end only."""
+    batches: int = attrs.field(default=0, validator=ge(0))
+    """Global batches of an evaluation; 0 takes one pass over the data."""
+
+
+@attrs.frozen(kw_only=True)
+class Log:
+    """What is reported while a run goes on; `metrics.jsonl` is always written."""
+
+    every: int = attrs.field(default=10, validator=ge(1))
+    """Steps between lines on the terminal."""
+    tensorboard: bool = False
+    """Whether to write TensorBoard files (needs the extra `log`)."""
+    wandb: str = ""
+    """Weights & Biases project to report to (needs the extra `log`); empty reports nowhere."""
+
+
+@attrs.frozen(kw_only=True)
+class Save:
+    """Checkpoints and exports."""
+
+    every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between checkpoints; 0 saves at the end and on a signal only."""
+    keep: int = attrs.field(default=2, validator=ge(1))
+    """Complete checkpoints to keep."""
+    export_every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between Hugging Face exports to `hf_step_<n>/`; the end always exports to `hf/`."""
+
+
+@attrs.frozen(kw_only=True)
+class Profile:
+    """A window of steps recorded with torch.profiler."""
+
+    start: int = attrs.field(default=0, validator=ge(0))
+    """First step of the window; 0 records nothing."""
+    steps: int = attrs.field(default=3, validator=ge(1))
+    """Steps of the window."""
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """One training run. Fields that a resume may change say so; any other change needs a new `--out`."""
+
+    model: ModelConfig | None = None
+    """The model; None takes the one in `init`."""
+    init: str = ""
+    """Hugging Face folder with weights to start from; empty starts from random weights."""
+    tokenizer: TokenizerConfig | None = None
+    """The tokenizer; None takes the one in `init`, or none."""
+    data: DataConfig
+    """Where training rows come from."""
+    batch: int = attrs.field(default=8, validator=ge(1))
+    """Rows of one step over all ranks."""
+    optim: OptimConfig = AdamW()
+    """The optimiser."""
+    parallel: ParallelConfig = attrs.field(default=MegatronParallel(), metadata=MAY_CHANGE)
+    """How the run is spread over ranks. A resume may change it."""
+    precision: Precision = Precision()
+    """Number formats."""
+    steps: int = attrs.field(default=1000, validator=ge(1), metadata=MAY_CHANGE)
+    """Optimiser steps of the run. A resume may change it."""
+    seed: int = attrs.field(default=0, validator=ge(0))
+    """Seed of weights, order and every random draw."""
+    eval: Eval = attrs.field(default=Eval(), metadata=MAY_CHANGE)
+    """Evaluation. A resume may change it."""
+    log: Log = attrs.field(default=Log(), metadata=MAY_CHANGE)
+    """Reports. A resume may change it."""
+    save: Save = attrs.field(default=Save(), metadata=MAY_CHANGE)
+    """Checkpoints. A resume may change it."""
+    profile: Profile = attrs.field(default=Profile(), metadata=MAY_CHANGE)
+    """Profiler window. A resume may change it."""

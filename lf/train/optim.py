@@ -1,0 +1,135 @@
+"""Optimisers: from a config to a torch optimiser, which parameters decay, and the state that a checkpoint holds."""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lf.models.spec import type_name
+from lf.train.config import AdamW, OptimConfig, Sgd
+
+_NORM = re.compile(r"(^|[._])(layer|rms|group|batch)?_?norm\d*([._]|$)")
+_BIAS = re.compile(r"(^|[._])bias\d*$")
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "bool": (bool, torch.bool),
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+}
+
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch's optimisers take them: `params`, `names` (canonical, same order) and `weight_decay`."""
+
+
+@functools.singledispatch
+def make_optimizer(cfg: OptimConfig, groups: Groups) -> torch.optim.Optimizer:
+    """Returns the optimiser of the groups that `param_groups` made; its learning rate is set anew at each step."""
+    raise NotImplementedError(
+        f"make_optimizer has no rule for {type_name(cfg)}; add one with @make_optimizer.register in the file that "
+        "defines it"
+    )
+
+
+@make_optimizer.register
+def _adamw(cfg: AdamW, groups: Groups) -> torch.optim.Optimizer:
+    params = [param for group in groups for param in group["params"]]
+    fused = all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params)
+    return torch.optim.AdamW(
+        [dict(group) for group in groups],
+        lr=cfg.lr,
+        betas=cfg.betas,
+        eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
+        fused=fused,
+    )
+
+
+@make_optimizer.register
+def _sgd(cfg: Sgd, groups: Groups) -> torch.optim.Optimizer:
+    # torch.optim.SGD adds its weight decay to the gradient, so that momentum would smear it over later steps; lf's is
+    # decoupled for every optimiser.
+    groups = [{**group, "weight_decay": 0.0, "decoupled_decay": group["weight_decay"]} for group in groups]
+    optimizer = torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+    optimizer.register_step_pre_hook(_decay)
+    return optimizer
+
+
+@torch.no_grad()
+def _decay(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        if group["decoupled_decay"]:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1.0 - group["lr"] * group["decoupled_decay"])
+
+
+def decays(name: str, param: Tensor) -> bool:
+    """Returns whether weight decay applies: to tensors of two dimensions or more that are neither norms nor biases.
+
+    Embeddings and output layers decay like any other matrix.
+    """
+    return param.ndim >= 2 and not _NORM.search(name) and not _BIAS.search(name)
+
+
+def param_groups(named: Iterable[tuple[str, nn.Parameter]], cfg: OptimConfig) -> Groups:
+    """Returns the trainable parameters as at most two groups, those that decay first, each in the order given."""
+    trained = [(name, param) for name, param in named if param.requires_grad]
+    split = [[pair for pair in trained if decays(*pair) is side] for side in (True, False)]
+    return [
+        {"params": [param for _, param in pairs], "names": [name for name, _ in pairs], "weight_decay": decay}
+        for pairs, decay in zip(split, (cfg.weight_decay, 0.0), strict=True)
+        if pairs
+    ]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    """Returns what the optimiser keeps for a parameter, by name (`exp_avg`, `step` ...), for `restore_state`.
+
+    Tensors are the optimiser's own, not copies; a Python number becomes a scalar tensor named `name:int` and the like.
+    Empty before the first step. Raises ValueError for state of any other type.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in optimizer.state.get(param, {}).items():
+        kind = type(value).__name__
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif kind in _NUMBERS:
+            found[f"{name}:{kind}"] = torch.tensor(value, dtype=_NUMBERS[kind][1])
+        elif value is not None:
+            raise ValueError(
+                f"{type_name(optimizer)} keeps {name} as {type_name(value)} for each parameter, which a checkpoint "
+                "cannot hold; keep it as a tensor or a number"
+            )
+    return found
+
+
+def restore_state(optimizer: torch.optim.Optimizer, param: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Gives the optimiser the state of a parameter that `state_tensors` returned; the optimiser may be a fresh one.
+
+    Values are copied, into the optimiser's own tensors where it has them. Raises ValueError where the names or shapes
+    differ from what the optimiser has.
+    """
+    own = state_tensors(optimizer, param)
+    if own and own.keys() != tensors.keys():
+        raise ValueError(
+            f"the saved state of {type_name(optimizer)} has {sorted(tensors)}, but this one keeps {sorted(own)}; "
+            "resume with the optimiser that the checkpoint was made with"
+        )
+    group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
+    state = optimizer.state[param]
+    for key, value in tensors.items():
+        name, _, kind = key.partition(":")
+        if kind:
+            state[name] = _NUMBERS[kind][0](value.item())
+        elif key in own and own[key].shape != value.shape:
+            raise ValueError(
+                f"the saved {name} has the shape {tuple(value.shape)}, but this optimiser keeps {tuple(own[key].shape)}"
+            )
+        elif key in own:
+            own[key].copy_(value)
+        else:
+            # torch keeps counters (scalars) on the CPU unless the update is one kernel that reads them on the device.
+            counter = value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
+            state[name] = value.detach().to("cpu" if counter else param.device, copy=True)

@@ -1,0 +1,132 @@
+"""Compares a model with the numbers that a public implementation recorded for it.
+
+A golden folder is a Hugging Face checkpoint folder with `io.safetensors` beside it: the inputs of the public model by
+the names of its forward, `labels` (unshifted, -100 ignored), and what it gave: `logits`, `loss` (the mean over the
+targets) and `grad.<checkpoint key>` of that loss.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lf.models import weights
+from lf.models.hf_folder import parse_config
+from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, build_model, forward, loss_terms, loss_weights, weight_map
+from lf.parallel.megatron import placements
+from lf.train.start import open_start
+from lf.train.state import initial_value, weighted_loss
+
+TOLERANCES = {"logits": 1e-4, "loss": 2e-5, "grads": 1e-4}
+"""Largest difference over the largest reference, in fp32, that an honest implementation may show."""
+
+ZERO = 1e-7
+"""A reference that is nowhere larger is compared absolutely: it is an analytic zero."""
+
+
+@attrs.frozen(kw_only=True)
+class Parity:
+    """How far a model is from a golden folder."""
+
+    folder: str
+    """The folder."""
+    family: str
+    """Its model_type."""
+    outputs: Mapping[str, float | None]
+    """Difference of each recorded output; None where lf cannot produce it."""
+    grads: Mapping[str, float | None]
+    """Difference of each recorded gradient; None where lf cannot produce it."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every recorded output and gradient is there and near enough."""
+        outputs = [(value, TOLERANCES.get(name, 0.0)) for name, value in self.outputs.items()]
+        grads = [(value, TOLERANCES["grads"]) for value in self.grads.values()]
+        return bool(outputs) and all(value is not None and value <= limit for value, limit in outputs + grads)
+
+
+def difference(value: Tensor | None, reference: Tensor) -> float | None:
+    """Returns the largest difference over the largest reference; None without a value or for another shape."""
+    if value is None or value.shape != reference.shape:
+        return None
+    scale = float(reference.abs().max())
+    worst = float((value.double() - reference.double()).abs().max())
+    return worst / scale if scale >= ZERO else worst
+
+
+def compare(folder: Path, ctx: Ctx) -> Parity:
+    """Returns how far lf is from a golden folder of a language model; raises ValueError for an unknown family."""
+    start, file = open_start(str(folder), None), folder / "config.json"
+    recorded = load_file(folder / "io.safetensors")
+    model = build_model(start.model, ctx)
+    held = placements(model, ctx)
+    assert start.published is not None
+    start.published.check({placed.name: placed.shape for _, placed in held})
+    with torch.no_grad():
+        for param, placed in held:
+            param.copy_(initial_value(start.model, 0, placed, param, start.published))
+    outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, ctx)
+    known = {name: recorded[name] for name in recorded if name in ("logits", "loss") or name.endswith(("_logits", "_loss"))}
+    mask = recorded.get("attention_mask")
+    kept = {name: _valid(value, mask) for name, value in known.items()}
+    made = {name: _valid(value, mask) for name, value in outputs.items()}
+    wanted = {name.removeprefix("grad."): value for name, value in recorded.items() if name.startswith("grad.")}
+    return Parity(
+        folder=str(folder),
+        family=str(parse_config(file, file.read_bytes())["model_type"]),
+        outputs={name: difference(made.get(name), value) for name, value in kept.items()},
+        grads={name: difference(grads.get(name), value) for name, value in wanted.items()},
+    )
+
+
+def _valid(value: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the entries of [B, S, ...] that are no padding; other tensors as they are."""
+    return value[mask.bool()] if mask is not None and value.shape[:2] == mask.shape else value
+
+
+def _batch(recorded: Mapping[str, Tensor], labels: bool) -> Batch:
+    tokens = recorded["input_ids"]
+    rows, length = tokens.shape
+    batch: dict[str, Any] = {
+        "tokens": tokens,
+        "positions": torch.arange(length).expand(rows, length),
+        "lengths": (length,) * rows,
+        "ids": tuple(f"golden:{i}" for i in range(rows)),
+        "count": tokens.numel(),
+    }
+    if labels:
+        batch["labels"] = F.pad(recorded["labels"][:, 1:], (0, 1), value=IGNORE)
+    return batch
+
+
+def _outputs(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    with torch.no_grad():
+        logits = forward(cfg, model, _batch(recorded, labels=False))
+        batch = _batch(recorded, labels=True)
+        terms, counts = loss_terms(cfg, forward(cfg, model, batch), batch), loss_weights(cfg, batch)
+    return {"logits": logits, "loss": (terms["lm"] / counts["lm"]).reshape(recorded["loss"].shape)}
+
+
+def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Tensor]:
+    """Returns the gradients of the loss under Hugging Face names: they go through the weight map as weights do."""
+    batch = _batch(recorded, labels=True)
+    totals = {name: float(weight) for name, weight in loss_weights(cfg, batch).items()}
+    weighted_loss(cfg, loss_terms(cfg, forward(cfg, model, batch), batch), totals).backward()  # type: ignore[no-untyped-call]
+    by_name = {placed.name: param.grad for param, placed in placements(model, ctx)}
+
+    def get(name: str) -> Tensor:
+        grad = by_name[name]
+        assert grad is not None
+        return grad
+
+    return dict(weights.export(weight_map(cfg), get))
+
+
+def to_json(parity: Parity) -> dict[str, Any]:
+    """Returns a comparison as one JSON object."""
+    return {**attrs.asdict(parity), "ok": parity.ok}

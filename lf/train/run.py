@@ -1,0 +1,202 @@
+"""From a config to a job: everything that can be wrong with a run is found here, before its first step."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from lf.config import from_json, resume_changes, to_json
+from lf.data.config import HfTokenizer
+from lf.data.hf_tokenizer import Tokenizer
+from lf.data.source import DataCtx, Rows, open_data
+from lf.data.tokenizer import open_tokenizer
+from lf.devices.detect import require
+from lf.devices.device import Device
+from lf.models.hf_save import Source, load_source, store_source
+from lf.models.spec import Ctx, Layout, ModelConfig, check_model, paths, type_name
+from lf.parallel.config import MegatronParallel, resolve
+from lf.train.checkpoint import check_all_read, distributed, open_latest
+from lf.train.comm import Comm
+from lf.train.config import Run
+from lf.train.loop import Job
+from lf.train.reader import Reader
+from lf.train.schedule import check_schedule
+from lf.train.sinks import open_progress, open_sinks
+from lf.train.start import SOURCE, Start, export, open_start
+from lf.train.state import Engine, Published, TrainState
+
+TOKENIZER = "tokenizer"
+"""Folder, in a run folder, of the tokenizer's files."""
+
+
+def connect(device: Device) -> Comm:
+    """Brings torch.distributed up, from torchrun's environment or for one process, and returns the ranks' exchange."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device.set_local_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "gloo" if device.backend == "gloo" else f"cpu:gloo,{device.torch_type}:{device.backend}"
+    if world > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
+    return distributed()
+
+
+def cache_dir() -> Path:
+    """Returns the folder of what is built once and kept for every run: token ids and tokenizers."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lf"
+
+
+def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layout:
+    """Returns the layout of a run; raises ValueError for what cannot work, with the cure."""
+    path = "megatron" if isinstance(run.parallel, MegatronParallel) else "torch"
+    if path not in paths(model):
+        known = {"megatron": "MegatronParallel", "torch": "TorchParallel"}
+        cure = " or ".join(f"lf.{known[name]}(...)" for name in paths(model))
+        raise ValueError(
+            f"parallel = {type(run.parallel).__name__}: {type_name(model)} does not train there; set parallel to {cure}"
+        )
+    if run.precision.params == "bfloat16":
+        require(device, "bf16", "precision.params", "set precision.params to float32")
+    check_schedule(run.optim.schedule, run.steps)
+    return resolve(run.parallel, world)
+
+
+def open_job(
+    run: Run, *, folder: Path, config_file: Path, device: Device, comm: Comm, say: Callable[[str], None]
+) -> Job:
+    """Returns the job of a run on this rank, at the step that its folder has reached.
+
+    Raises ValueError for what is wrong with the run or its data, CheckpointError for what is wrong with its folder.
+    """
+    _check_folder(run, folder, say)
+    opened = open_latest(folder, comm=comm)
+    for skipped in opened.skipped:
+        say(f"skipped {skipped.path}: {skipped.reason}")
+    start = _resumed(folder, opened.reader) if opened.reader else open_start(run.init, run.model)
+    layout = check_run(run, start.model, device, comm.world)
+    tokenizer = _tokenizer(run, folder, resumed=opened.reader is not None)
+    rows = _open(run.data, "data", run, start.model, tokenizer)
+    held_out = None if run.eval.data is None else _open(run.eval.data, "eval.data", run, start.model, tokenizer)
+    run = attrs.evolve(run, model=start.model)
+    engine, layout = _engine(run, layout, device, start.published)
+    if opened.reader is not None:
+        engine = _restored(engine, opened.reader, comm)
+        say(f"resumed from {opened.reader.path}")
+    elif comm.rank == 0:
+        _write_folder(run, folder, config_file, start.source, tokenizer)
+    files = {} if tokenizer is None else tokenizer.files
+
+    def save_hf(state: TrainState, name: str) -> None:
+        weights = engine.weights(state)
+        export(start.model, weights, folder / name, source=start.source, files=files, write=comm.rank == 0)
+
+    return Job(
+        run=run,
+        folder=folder,
+        engine=engine,
+        rows=rows,
+        eval_rows=held_out,
+        layout=layout,
+        device=device,
+        comm=comm,
+        sinks=open_sinks(folder, run.log, rank=comm.rank, step=engine.state.step, config={"run": to_json(run)}),
+        progress=open_progress(run.steps, engine.state.step, rank=comm.rank),
+        say=say,
+        meta={"model": to_json(start.model)},
+        export=save_hf,
+    )
+
+
+def _check_folder(run: Run, folder: Path, say: Callable[[str], None]) -> None:
+    """Raises ValueError unless the folder is new or holds this run, up to what a resume may change."""
+    saved = folder / "config.json"
+    if not saved.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is no run folder: it has files but no config.json; choose another --out")
+        return
+    old = from_json(saved.read_text(), source=str(saved))
+    allowed, refused = resume_changes(old, run)
+    if refused:
+        lines = "\n".join(f"  {path}: {was} -> {now}" for path, was, now in refused)
+        raise ValueError(
+            f"{folder} holds a run with another config, and a resume may not change\n{lines}\n"
+            "choose another --out, or train with the config that is there"
+        )
+    for path, was, now in allowed:
+        say(f"resume changes {path}: {was} -> {now}")
+
+
+def _resumed(folder: Path, reader: Reader) -> Start:
+    source = folder / SOURCE
+    return Start(
+        model=from_json(reader.meta["model"], source=str(reader.path)),
+        published=None,
+        source=load_source(source) if source.is_dir() else None,
+    )
+
+
+def _tokenizer(run: Run, folder: Path, *, resumed: bool) -> Tokenizer | None:
+    kept = folder / TOKENIZER
+    if resumed and kept.is_dir():
+        config: Any = HfTokenizer(path=str(kept))
+    elif run.tokenizer is not None:
+        config = run.tokenizer
+    elif run.init:
+        inside = Path(run.init).expanduser() / TOKENIZER
+        config = HfTokenizer(path=str(inside) if inside.is_dir() else run.init)
+    else:
+        return None
+    return open_tokenizer(config, run.data, DataCtx(seed=run.seed, cache_dir=cache_dir()))
+
+
+def _open(data: Any, path: str, run: Run, model: ModelConfig, tokenizer: Tokenizer | None) -> Rows:
+    rows = open_data(data, DataCtx(seed=run.seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path))
+    facts = dict(rows.describe())
+    if tokenizer is not None:
+        facts["vocab"] = max(facts.get("vocab", 0), tokenizer.vocab)
+    check_model(model, facts)
+    return rows
+
+
+def _engine(run: Run, layout: Layout, device: Device, published: Published | None) -> tuple[Engine, Layout]:
+    dtype = getattr(torch, run.precision.params)
+    if isinstance(run.parallel, MegatronParallel):
+        from lf.parallel.megatron import make_context
+        from lf.train.megatron_step import megatron_engine
+
+        ctx = make_context(run.parallel, layout, device, dtype)
+        return megatron_engine(run, ctx, published), ctx.layout
+    from lf.train.fsdp_step import torch_engine
+
+    layout = attrs.evolve(layout, dp_rank=dist.get_rank())
+    return torch_engine(run, Ctx(device=device, dtype=dtype, layout=layout), published), layout
+
+
+def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
+    engine.restore(engine.state, reader)
+    check_all_read(reader, comm=comm)
+    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.meta["tokens"]))
+
+
+def _write_folder(run: Run, folder: Path, config_file: Path, source: Source | None, tokenizer: Tokenizer | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if source is not None:
+        store_source(source, folder / SOURCE)
+    if tokenizer is not None:
+        _write_files(folder / TOKENIZER, tokenizer.files)
+    if config_file.suffix == ".py":
+        shutil.copyfile(config_file, folder / config_file.name)
+    part = folder / "config.json.part"
+    part.write_text(to_json(run))
+    part.replace(folder / "config.json")
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

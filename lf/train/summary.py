@@ -1,0 +1,70 @@
+"""What is said at the end of a run: held-out loss beside the entropy of single tokens, a sample, and where things are."""
+
+from collections import Counter
+
+import numpy as np
+
+from lf.data.hf_tokenizer import read_tokenizer
+from lf.data.source import Rows
+from lf.models.generate import Sampling, generate
+from lf.models.spec import IGNORE
+from lf.train.loop import Ended, Job
+from lf.train.run import TOKENIZER
+
+
+def unigram_entropy(rows: Rows) -> float:
+    """Returns the entropy, in nats, of the trained tokens of one epoch, each taken alone.
+
+    It is the loss of the best model that does not look at the context, fitted to these very tokens.
+    """
+    counts: Counter[int] = Counter()
+    for index in range(len(rows)):
+        labels = np.asarray(rows.row(0, index)["labels"])
+        values, numbers = np.unique(labels[labels != IGNORE], return_counts=True)
+        counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+    share = np.array(list(counts.values())) / sum(counts.values())
+    return float(-(share * np.log(share)).sum())
+
+
+def sample(job: Job, ended: Ended, tokens: int = 60) -> tuple[str, str] | None:
+    """Returns the start of a held-out (or training) row and the model's greedy continuation of it.
+
+    None where the rows are no text, or where the model is spread over several ranks.
+    """
+    assert job.run.model is not None
+    folder = job.folder / TOKENIZER
+    if not folder.is_dir() or job.comm.world > 1:
+        return None
+    tokenizer = read_tokenizer(folder)
+    row = (job.eval_rows or job.rows).row(0, 0)
+    prompt = [int(i) for i in row["tokens"][: min(24, row["lengths"][0])]]
+    model = getattr(ended.state.chunks[0], "module", ended.state.chunks[0])
+    how = Sampling(tokens=tokens)
+    ids = list(
+        generate(job.run.model, model, prompt, how, eos=tokenizer.eos, device=job.device.torch_type)
+    )
+    return tokenizer.decode(prompt), tokenizer.decode(ids)
+
+
+def summary(job: Job, ended: Ended) -> str:
+    """Returns the closing lines of a run, and draws its loss curve where matplotlib is there."""
+    lines = []
+    if ended.eval_loss is not None and job.eval_rows is not None:
+        entropy = unigram_entropy(job.eval_rows)
+        lines.append(f"held-out loss {ended.eval_loss:.3f} nats a token; entropy of single tokens {entropy:.3f}")
+    text = sample(job, ended)
+    if text is not None:
+        lines += [f"sample, after the prompt {text[0]!r}:", text[1]]
+    lines.append(f"run folder {job.folder}: metrics.jsonl, checkpoints/, hf/" + _plot(job))
+    return "\n".join(lines)
+
+
+def _plot(job: Job) -> str:
+    from lf.train.plot import plot_runs
+
+    target = job.folder / "loss.png"
+    try:
+        plot_runs([job.folder], target)
+    except ValueError as error:
+        return f"; no loss.png: {error}"
+    return ", loss.png"

@@ -1,0 +1,114 @@
+"""Small models and runs that several test files share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import lf
+from lf.devices.cpu import cpu
+from lf.models import spec
+from lf.models.decoder import Attention, DecoderConfig, Mlp
+from lf.models.layers.rope import Rope
+from lf.models.llm.qwen import Qwen3
+from lf.models.spec import Batch, Ctx, text_batch
+from lf.parallel.config import MegatronParallel, resolve
+from lf.train.state import Engine
+
+DENSE = Qwen3(
+    vocab=131,
+    hidden=48,
+    layers=2,
+    attention=Attention(heads=4, kv_heads=2, head_dim=16, qk_norm=True),
+    mlp=Mlp(width=96),
+    rope=Rope(theta=1e4),
+)
+"""A dense decoder with grouped heads, query and key norms and an odd vocabulary."""
+
+
+def run_of(model: spec.ModelConfig, **changes: Any) -> lf.Run:
+    """Returns a run of a model whose data is never opened."""
+    base = lf.Run(model=model, data=lf.TextData(paths=("unused",)), optim=lf.AdamW(lr=1e-3, eps=1e-3), steps=10)
+    return attrs.evolve(base, **changes)
+
+
+def megatron(run: lf.Run) -> tuple[Engine, Ctx]:
+    """Returns the Megatron engine of a run on the CPU, for the world that is up, and its context."""
+    from lf.parallel.megatron import make_context
+    from lf.train.megatron_step import megatron_engine
+
+    assert isinstance(run.parallel, MegatronParallel)
+    ctx = make_context(
+        run.parallel, resolve(run.parallel, dist.get_world_size()), cpu, getattr(torch, run.precision.params)
+    )
+    return megatron_engine(run, ctx), ctx
+
+
+def ragged(cfg: DecoderConfig, count: int, length: int, seed: int) -> list[dict[str, Any]]:
+    """Returns rows of text with several documents each, masked labels and one padded end."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        cuts = sorted(rng.choice(np.arange(2, length - 2), size=int(rng.integers(0, 4)), replace=False).tolist())
+        lengths = tuple(int(n) for n in np.diff([0, *cuts, length]))
+        tokens = rng.integers(0, cfg.vocab, length + 1)
+        labels = tokens[1:].copy()
+        labels[np.cumsum(lengths) - 1] = spec.IGNORE
+        labels[rng.random(length) < 0.1 * i] = spec.IGNORE
+        padding = lengths[-1] if i == count - 1 else 0
+        if padding:
+            labels[-padding:] = spec.IGNORE
+        rows.append({"tokens": tokens[:-1], "labels": labels, "lengths": lengths, "real": length - padding, "id": f"row{i}"})
+    return rows
+
+
+def dealt(rows: Sequence[dict[str, Any]], micro_batch: int, rank: int, world: int) -> list[Batch]:
+    """Returns the micro-batches of one rank: they are dealt in turn."""
+    micro = [text_batch(rows[i : i + micro_batch]) for i in range(0, len(rows), micro_batch)]
+    return micro[rank::world]
+
+
+def gradients(engine: Engine, ctx: Ctx, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tensor], float, float]:
+    """Returns every gradient of one step by canonical name, its norm and the loss; the update is left out."""
+    from lf.parallel.megatron import owned_range, placements
+
+    optimizer = engine.state.optimizer
+    optimizer.step_with_ready_grads = lambda: True
+    _, metrics = engine.step(engine.state, batches)
+    del optimizer.step_with_ready_grads
+    held = []
+    for param, placed in placements(engine.state.chunks[0].module, ctx):
+        owned = owned_range(optimizer, param)
+        if owned is not None:
+            start, stop, shard = owned
+            held.append((placed.name, placed.shape, start, stop, shard.grad.clone()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    whole: dict[str, torch.Tensor] = {}
+    for name, shape, start, stop, grad in (piece for rank in everyone for piece in rank):
+        # Padded rows lie beyond the shape; their gradient is checked by its own test.
+        flat = whole.setdefault(name, torch.full((int(np.prod(shape)),), torch.nan))
+        flat[start : min(stop, flat.numel())] = grad[: max(0, min(stop, flat.numel()) - start)]
+    return {name: flat.view(-1) for name, flat in whole.items()}, metrics.grad_norm, metrics.loss
+
+
+def trained(engine: Engine, batches: Sequence[Batch], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Returns the losses of some steps on the same micro-batches and the weights after them, by canonical name."""
+    state, losses = engine.state, []
+    for _ in range(steps):
+        state, metrics = engine.step(state, batches)
+        losses.append(metrics.loss)
+    weights = engine.weights(state)
+    names = {piece.name.removeprefix("weight/") for piece in engine.pieces(state) if piece.name.startswith("weight/")}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, names)
+    return losses, {name: weights(name).clone() for name in sorted(set().union(*everyone))}
+
+
+def off(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Returns the largest difference over the largest reference; absolute where the reference is below 1e-7."""
+    scale = float(reference.abs().max())
+    return float((value - reference).abs().max()) / (scale if scale >= 1e-7 else 1.0)

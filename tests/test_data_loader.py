@@ -1,0 +1,155 @@
+import itertools
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lf.data.config import Mixture, TextData, Weighted
+from lf.data.loader import eval_batches, micro_batches, prefetch, step_rows
+from lf.data.source import Rows, locate, open_data
+from tests.data_tools import context, write
+
+quick = settings(max_examples=60, derandomize=True, deadline=None)
+sizes = st.integers(1, 7)
+
+
+@attrs.frozen(kw_only=True)
+class Counted:
+    """Rows whose id is their number over all epochs."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def row(self, epoch: int, index: int) -> dict[str, Any]:
+        assert 0 <= index < self.count
+        return {"id": epoch * self.count + index}
+
+    def describe(self) -> dict[str, int]:
+        return {"rows": self.count}
+
+
+def dealt(per_rank: list[list[list[Any]]]) -> list[Any]:
+    """Ids in global order: micro-batch m is turn m // dp of rank m % dp."""
+    turns = zip(*per_rank, strict=True)
+    return [row and row["id"] for turn in turns for micro in turn for row in micro]
+
+
+def step_ids(rows: Rows, step: int, batch: int, micro_batch: int, dp: int) -> list[Any]:
+    sizes = {"step": step, "batch": batch, "micro_batch": micro_batch, "dp": dp}
+    return dealt([micro_batches(rows, **sizes, dp_rank=rank) for rank in range(dp)])
+
+
+@quick
+@given(sizes, sizes, sizes, sizes, st.integers(1, 5))
+def test_a_step_is_the_same_rows_on_any_number_of_ranks(
+    count: int, step: int, batch: int, micro_batch: int, dp: int
+) -> None:
+    ids = step_ids(Counted(count=count), step, batch, micro_batch, dp)
+    assert ids[:batch] == list(step_rows(step, batch))
+    assert all(row is None for row in ids[batch:])
+    assert len(ids) % (micro_batch * dp) == 0
+    assert len(ids) - batch < micro_batch * dp
+
+
+def text_rows(folder: Path, seed: int = 0) -> Rows:
+    lines = "\n".join(f'{{"text": "document {n} {"x" * (n * 7 % 23)}"}}' for n in range(23))
+    text = TextData(paths=(str(write(folder / "a.jsonl", lines)),), seq_len=32)
+    other = TextData(paths=(str(write(folder / "b.txt", "y" * 200)),), seq_len=32)
+    return open_data(Mixture(parts=(Weighted(data=text, weight=3.0), Weighted(data=other))), context(folder, seed=seed))
+
+
+def test_resume_at_any_step_on_other_ranks_gives_the_unbroken_order(tmp_path: Path) -> None:
+    def run(first: int, last: int, dp: int) -> list[Any]:
+        rows = text_rows(tmp_path)  # opened anew: nothing is remembered
+        steps = range(first, last + 1)
+        return [id for step in steps for id in step_ids(rows, step, 6, 2, dp) if id is not None]
+
+    rows = text_rows(tmp_path)
+    unbroken = [rows.row(*locate(rows, k))["id"] for k in range(15 * 6)]
+    assert 15 * 6 > 3 * len(rows)
+    for stop in range(1, 15):
+        assert run(1, stop, 1 + stop % 3) + run(stop + 1, 15, 1 + (stop + 1) % 3) == unbroken
+    assert run(1, 5, 2) + run(6, 10, 1) + run(11, 15, 2) == unbroken
+    other = text_rows(tmp_path, seed=1)
+    assert [other.row(*locate(other, k))["id"] for k in range(90)] != unbroken
+
+
+@quick
+@given(st.integers(1, 40), sizes, sizes, st.integers(1, 4))
+def test_evaluation_takes_each_row_once_and_every_rank_as_often(
+    count: int, batch: int, micro_batch: int, dp: int
+) -> None:
+    sizes = {"batch": batch, "micro_batch": micro_batch, "dp": dp}
+    per_rank = [list(eval_batches(Counted(count=count), **sizes, dp_rank=rank)) for rank in range(dp)]
+    assert {len(batches) for batches in per_rank} == {-(-count // batch)}
+    ids = [dealt(list(ranks)) for ranks in zip(*per_rank, strict=True)]
+    assert [id for batch_ids in ids for id in batch_ids if id is not None] == list(range(count))
+    limited = list(eval_batches(Counted(count=count), **sizes, dp_rank=0, batches=2))
+    assert [[len(micro) for micro in batch] for batch in limited] == [
+        [len(micro) for micro in batch] for batch in per_rank[0][:2]
+    ]
+
+
+# Prefetch
+
+
+def fetcher_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lf-prefetch"]
+
+
+def test_prefetch_keeps_order_and_works_ahead_within_its_bound() -> None:
+    made: list[int] = []
+    with prefetch(lambda step: made.append(step) or step * 10, range(5, 12), depth=2) as fetched:
+        first = next(fetched)
+        assert (first.step, first.value) == (5, 50)
+        deadline = time.monotonic() + 10
+        while len(made) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert made == [5, 6, 7]
+        assert [(item.step, item.value) for item in fetched] == [(step, step * 10) for step in range(6, 12)]
+    assert not fetcher_threads()
+
+
+def test_prefetch_tells_how_long_the_caller_waited() -> None:
+    def make(step: int) -> int:
+        time.sleep(0.2 if step == 1 else 0.0)
+        return step
+
+    with prefetch(make, range(3)) as fetched:
+        next(fetched)
+        assert next(fetched).wait > 0.1
+        time.sleep(0.1)
+        assert next(fetched).wait < 0.1
+
+
+def test_prefetch_raises_what_the_thread_raised_where_it_did() -> None:
+    def broken_source(step: int) -> int:
+        if step == 3:
+            raise ValueError("a.jsonl:3: not JSON")
+        return step
+
+    with prefetch(broken_source, itertools.count(1)) as fetched:
+        assert [next(fetched).value, next(fetched).value] == [1, 2]
+        with pytest.raises(ValueError, match=r"a\.jsonl:3") as caught:
+            next(fetched)
+        assert "broken_source" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert list(fetched) == []
+    assert not fetcher_threads()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_prefetch_ends_its_thread_when_left_early(taken: int) -> None:
+    with pytest.raises(KeyboardInterrupt), prefetch(lambda step: step, itertools.count()) as fetched:
+        for _ in range(taken):
+            next(fetched)
+        raise KeyboardInterrupt
+    assert not fetcher_threads()
