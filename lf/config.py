@@ -91,10 +91,10 @@ def _execute(path: Path) -> types.ModuleType:
     file, name = path.resolve(), path.stem
     old = sys.modules.get(name)
     loader = getattr(old, "__loader__", None)
-    ours = isinstance(loader, _SourceLoader)
-    if old and isinstance(loader, _SourceLoader) and loader.path == str(file) and loader.source == file.read_bytes():
+    ours = loader if isinstance(loader, _SourceLoader) else None
+    if old and ours and ours.path == str(file) and ours.source == file.read_bytes():
         return old
-    _make_importable(path, replaces=ours)
+    _make_importable(path, replaces=ours is not None)
     new = _SourceLoader(name, str(file))
     spec = importlib.util.spec_from_file_location(name, file, loader=new)
     assert spec is not None
@@ -118,11 +118,12 @@ def _make_importable(path: Path, *, replaces: bool) -> None:
     importlib.invalidate_caches()
     spec = importlib.machinery.PathFinder.find_spec(name)
     found = Path(spec.origin).resolve() if spec and spec.origin else None
+    standard = name in sys.stdlib_module_names
+    if standard or (found != file and not replaces and (found or name in sys.modules)):
+        owner = "a standard module" if standard else found or "another module"
+        raise ValueError(f"{path}: `import {name}` already means {owner}; rename the config file")
     if found == file:
         return
-    taken = name in sys.stdlib_module_names or (not replaces and (found or name in sys.modules))
-    if taken:
-        raise ValueError(f"{path}: `import {name}` already means {found or 'another module'}; rename the config file")
     before = [i for i, entry in enumerate(sys.path) if found and Path(entry).resolve() == found.parent]
     sys.path.insert(before[0] if before else len(sys.path), str(file.parent))
 
@@ -198,15 +199,15 @@ def resume_changes(old: Any, new: Any) -> tuple[list[Change], list[Change]]:
     return allowed, refused
 
 
-def from_json(text: str, allow: Collection[str] = (), source: str = "the saved config") -> Any:
+def from_json(text: str, allow: Collection[str] = (), source: str = "the saved config", kind: type = object) -> Any:
     """Returns the config that `to_json` wrote; classes and functions come from lf, loaded config files and `allow`.
 
     `allow` names more modules (or packages) to import from; nothing else is imported. A class may also be in any module
-    that is loaded, if it is a subclass of what its field is annotated with; a function also in `torch.nn`.
-    Raises ValueError with `source` and a line for each JSON path that is wrong.
+    that is loaded, if it is a subclass of what its field is annotated with (of `kind` for the whole config); a function
+    also in `torch.nn`. Raises ValueError with `source` and a line for each JSON path that is wrong.
     """
     loaded = [name for name, m in list(sys.modules.items()) if isinstance(m, types.ModuleType) and _is_config_file(m)]
-    return config_json.from_json(text, [*allow, *loaded], source)
+    return config_json.from_json(text, [*allow, *loaded], source, kind)
 
 
 def check_round_trip(cfg: Any, allow: Collection[str] = ()) -> None:

@@ -116,10 +116,10 @@ def to_json(cfg: Any) -> str:
         raise ValueError(f"the config cannot be saved as JSON: {error}") from error
 
 
-def from_json(text: str, allow: Collection[str], source: str) -> Any:
+def from_json(text: str, allow: Collection[str], source: str, kind: type) -> Any:
     """Returns the config that `to_json` wrote; `lf.config.from_json` says what may be in it, and what is raised."""
     try:
-        return _converter(allow).structure(json.loads(text, parse_constant=_refuse_constant), object)
+        return _converter(allow).structure(json.loads(text, parse_constant=_refuse_constant), kind)
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
     except Exception as error:

@@ -28,8 +28,8 @@ class Launch:
 def parse(argv: Sequence[str], prog: str = "train.py", *, quiet: bool = False) -> tuple[Launch, Run, Run]:
     """Returns the launch flags (the run folder filled in), the config as loaded, and the config to train.
 
-    Help exits with 0 and bad usage with 2; a config that is wrong raises ValueError. `quiet` prints nothing (for all
-    ranks but one). An `--init` that the config did not have brings its own model and tokenizer, so the config's give way.
+    Help exits with 0 and bad usage with 2; a config that is wrong raises ValueError. `quiet` prints nothing, for all
+    ranks but one. An `--init` that the config did not have brings its own model and tokenizer, so the config's go.
     """
     if quiet:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

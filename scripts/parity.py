@@ -28,21 +28,18 @@ def main(argv: list[str]) -> int:
     from lf.parallel.config import MegatronParallel, resolve
     from lf.parallel.megatron import make_context
     from lf.train.parity import compare, to_json
-    from lf.train.run import connect
+    from lf.train.run import process_group
 
-    device = detect(args.device)
-    connect(device)
-    ctx = make_context(MegatronParallel(), resolve(MegatronParallel(), 1), device, torch.float32)
-    code = 0
-    for folder in args.folders:
-        try:
-            parity = compare(folder, ctx)
-        except ValueError as error:
-            print(json.dumps({"folder": str(folder), "error": str(error), "ok": False}))
-            code = 2
-            continue
-        print(json.dumps(to_json(parity)))
-        code = code or int(not parity.ok)
+    device, code = detect(args.device), 0
+    with process_group(device):
+        ctx = make_context(MegatronParallel(), resolve(MegatronParallel(), 1), device, torch.float32)
+        for folder in args.folders:
+            try:
+                line = to_json(compare(folder, ctx))
+                code = max(code, int(not line["ok"]))
+            except (ValueError, OSError) as error:
+                line, code = {"folder": str(folder), "error": str(error), "ok": False}, 2
+            print(json.dumps(line))
     return code
 
 

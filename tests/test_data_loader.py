@@ -74,7 +74,7 @@ def test_resume_at_any_step_on_other_ranks_gives_the_unbroken_order(tmp_path: Pa
 
     rows = text_rows(tmp_path)
     unbroken = [rows.row(*locate(rows, k))["id"] for k in range(15 * 6)]
-    assert 15 * 6 > 3 * len(rows)
+    assert len(rows) * 3 < 15 * 6
     for stop in range(1, 15):
         assert run(1, stop, 1 + stop % 3) + run(stop + 1, 15, 1 + (stop + 1) % 3) == unbroken
     assert run(1, 5, 2) + run(6, 10, 1) + run(11, 15, 2) == unbroken
@@ -107,7 +107,12 @@ def fetcher_threads() -> list[threading.Thread]:
 
 def test_prefetch_keeps_order_and_works_ahead_within_its_bound() -> None:
     made: list[int] = []
-    with prefetch(lambda step: made.append(step) or step * 10, range(5, 12), depth=2) as fetched:
+
+    def make(step: int) -> int:
+        made.append(step)
+        return step * 10
+
+    with prefetch(make, range(5, 12), depth=2) as fetched:
         first = next(fetched)
         assert (first.step, first.value) == (5, 50)
         deadline = time.monotonic() + 10
@@ -148,8 +153,13 @@ def test_prefetch_raises_what_the_thread_raised_where_it_did() -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_prefetch_ends_its_thread_when_left_early(taken: int) -> None:
-    with pytest.raises(KeyboardInterrupt), prefetch(lambda step: step, itertools.count()) as fetched:
-        for _ in range(taken):
-            next(fetched)
-        raise KeyboardInterrupt
+    def leave() -> None:
+        with prefetch(lambda step: step, itertools.count()) as fetched:
+            for _ in range(taken):
+                next(fetched)
+            assert fetcher_threads()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        leave()
     assert not fetcher_threads()

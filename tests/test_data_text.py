@@ -94,7 +94,12 @@ def test_linked_folders_are_entered_and_excluded_ones_are_not(tmp_path: Path, mo
     write(tmp_path / "root" / "closed" / "c.txt", "closed")
     entered: list[str] = []
     listdir = os.listdir
-    monkeypatch.setattr(files_module.os, "listdir", lambda path: [*listdir(path), entered.append(path.name)][:-1])
+
+    def spy(path: Path) -> list[str]:
+        entered.append(path.name)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", spy)
     rows = open_text(tmp_path, tmp_path / "root", exclude=("closed/*",))
     assert documents_of(rows) == ["own", "linked"]
     assert entered[:2] == ["root", "link"]

@@ -140,13 +140,15 @@ def save_folder(
     """Writes a Hugging Face folder, streaming: never more than one shard is in memory.
 
     With a source its split into files, stem and metadata hold, and `tensors` must come as `export` gives them for it;
-    otherwise a shard has at most `max_shard_bytes` bytes, or one tensor. `files` are written beside `config.json`.
+    otherwise a shard has at most `max_shard_bytes` bytes, or one tensor. `files` are written beside `config.json`,
+    which is left out when `config` is empty bytes.
     The folder appears, or replaces an older one, only when it is complete: on any error the older one is as it was.
     `tensors` may be read from the folder that is replaced. Raises ValueError as `check_target` does and for a name
     that comes twice, OSError when the disk is full.
     """
-    with _new_folder(Path(path), ["config.json", *files]) as folder:
-        _write_bytes(folder / "config.json", config if isinstance(config, bytes) else _json(config))
+    with _new_folder(Path(path), files) as folder:
+        if config != b"":
+            _write_bytes(folder / "config.json", config if isinstance(config, bytes) else _json(config))
         for name, content in files.items():
             _write_bytes(folder / name, content)
         if source is None:
@@ -156,11 +158,14 @@ def save_folder(
 
 
 def check_target(path: str | Path, files: Collection[str]) -> None:
-    """Raises ValueError if saving to `path` would lose something: anything but weights, `report.json` and `files`."""
+    """Raises ValueError if saving to `path` would lose something: anything but weights and `files`.
+
+    `config.json` and `report.json` may go.
+    """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: choose a folder to save to")
-    known = {"report.json", *files}
+    known = {"config.json", "report.json", *files}
     lost = sorted(
         entry.name
         for entry in (path.iterdir() if path.is_dir() else ())

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lf.models import spec
+from lf.models.weights import Same, WeightMap
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +73,17 @@ def _(cfg: Toy, rows: Sequence[Mapping[str, Any] | None]) -> spec.Batch:
 @spec.init_rules.register
 def _(cfg: Toy) -> tuple[spec.InitRule, ...]:
     return (spec.InitRule(pattern="*.bias", kind="zeros"), spec.InitRule(pattern="*", kind="normal", std=0.1))
+
+
+@spec.weight_map.register
+def _(cfg: Toy) -> WeightMap:
+    layers = [f"layers.{i}.{kind}" for i in range(cfg.layers) for kind in ("weight", "bias")]
+    return WeightMap(rules=tuple(Same(lf=name, hf=name) for name in ("embed.weight", *layers, "head.weight")))
+
+
+@spec.hf_config.register
+def _(cfg: Toy) -> dict[str, Any]:
+    return {"model_type": "lf_toy", **attrs.asdict(cfg)}
 
 
 @spec.shard_spec.register

@@ -129,7 +129,7 @@ def save(run_dir: Path, step: int, pieces: Iterable[Piece], meta: Mapping[str, A
 
             def finish(files: list[File]) -> None:
                 manifest = Manifest(step=step, meta=dict(meta), files=tuple(files), tensors=tensors)
-                with _disk_full_explained(temporary / "manifest.json", 0):
+                with _disk_full_explained(temporary, sum(file.bytes for file in files)):
                     write_manifest(temporary, manifest)
                 check_files(temporary, manifest.files)
                 _publish(temporary, target)

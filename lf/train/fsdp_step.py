@@ -4,8 +4,6 @@ Weights of the loss are counted over the global batch before the first forward, 
 `coefficient * sum / weight` and the ranks' gradients only have to be added.
 """
 
-import functools
-import math
 from collections.abc import Iterable, Iterator
 
 import attrs
@@ -19,7 +17,7 @@ from lf.train.config import Run
 from lf.train.optim import make_optimizer, param_groups, restore_state, state_tensors
 from lf.train.reader import Reader
 from lf.train.schedule import factor
-from lf.train.shards import Piece
+from lf.train.shards import Piece, box_piece
 from lf.train.state import (
     Engine,
     Metrics,
@@ -30,6 +28,7 @@ from lf.train.state import (
     combine,
     evaluate,
     initial_value,
+    kinds_by_name,
     to_device,
     total_weights,
     weighted_loss,
@@ -62,7 +61,7 @@ def torch_engine(run: Run, ctx: Ctx, published: Published | None = None) -> Engi
         state=TrainState(chunks=(model,), optimizer=optimizer),
         step=torch_step(run, ctx),
         evaluate=lambda state, steps: evaluate(cfg, state.chunks[0], steps, _sum, device),
-        pieces=lambda state: _pieces(state, ctx),
+        pieces=_pieces,
         restore=_restore,
         weights=lambda state: dict(state.chunks[0].named_parameters()).__getitem__,
     )
@@ -109,28 +108,18 @@ def _reduce_gradients(model: nn.Module) -> float:
     return float(flat.norm())
 
 
-def _pieces(state: TrainState, ctx: Ctx) -> Iterator[Piece]:
-    if dist.get_rank():
-        return
-    piece = functools.partial(Piece, start=0)
-    for name, param in state.chunks[0].named_parameters():
-        for kind, tensor in {"weight": param.detach(), **state_tensors(state.optimizer, param)}.items():
-            shape, size = tuple(tensor.shape), math.prod(tensor.shape)
-            at = (0,) * tensor.ndim
-            yield piece(name=f"{kind}/{name}", shape=shape, at=at, size=shape, stop=size, data=tensor.flatten())
+def _pieces(state: TrainState) -> Iterator[Piece]:
+    if dist.get_rank() == 0:
+        for name, param in state.chunks[0].named_parameters():
+            for kind, tensor in {"weight": param.detach(), **state_tensors(state.optimizer, param)}.items():
+                yield box_piece(f"{kind}/{name}", tensor.contiguous())
 
 
 def _restore(state: TrainState, reader: Reader) -> None:
-    kinds: dict[str, list[str]] = {}
-    for stored in reader.names:
-        kind, _, name = stored.partition("/")
-        kinds.setdefault(name, []).append(kind)
+    kinds = kinds_by_name(reader)
     with torch.no_grad():
         for name, param in state.chunks[0].named_parameters():
-            read = {}
-            for kind in kinds.get(name, ["weight"]):
-                shape = reader.shape(f"{kind}/{name}")
-                read[kind] = reader.read(f"{kind}/{name}", (0,) * len(shape), shape)
+            read = {kind: reader.read(f"{kind}/{name}") for kind in kinds.get(name, ["weight"])}
             param.copy_(read.pop("weight"))
             if read:
                 restore_state(state.optimizer, param, read)

@@ -21,7 +21,11 @@ from lf.train.config import Run
 from lf.train.meter import Timing, add_timing, eval_line, line, report_step, to_json
 from lf.train.profile import profile_window
 from lf.train.sinks import Progress, Sinks
-from lf.train.state import Engine, Metrics, TrainState
+from lf.train.state import Engine, Metrics, NonFiniteError, TrainState
+
+
+FAULTS = (ValueError, NotImplementedError, OSError, checkpoint.CheckpointError, NonFiniteError)
+"""What can go wrong with a run through no fault of lf: the message says what, and no traceback is needed."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -113,42 +117,51 @@ def _share(job: Job) -> dict[str, int]:
 
 def train(job: Job) -> Ended:
     """Runs the steps that are left, saves and exports, and returns how it ended."""
-    run, state = job.run, job.engine.state
-    window: tuple[Timing, ...] | None = None
-    eval_loss: float | None = None
-    caught = 0
+    run = job.run
 
     def make(step: int) -> list[Batch]:
         return _collated(job, micro_batches(job.rows, step=step, **_share(job)))
 
     with (
+        contextlib.closing(job.sinks),
+        contextlib.closing(job.progress),
         _signals() as signals,
         profile_window(run.profile, job.folder, rank=job.comm.rank) as begin,
-        prefetch(make, range(state.step + 1, run.steps + 1)) as feed,
+        prefetch(make, range(job.engine.state.step + 1, run.steps + 1)) as feed,
     ):
-        for fetched in feed:
-            begin(fetched.step)
-            started = time.perf_counter()
-            state, metrics = job.engine.step(state, fetched.value)
-            window = _report(job, state, metrics, window, fetched, time.perf_counter() - started)
-            last = state.step == run.steps
-            if last or _due(state.step, run.eval.every):
-                eval_loss = _evaluate(job, state, write=True)
-            caught = _agreed(signals(), job.device.torch_type)
-            if last or caught or _due(state.step, run.save.every):
-                _save(job, state)
-            if _due(state.step, run.save.export_every) and not last:
-                job.export(state, f"hf_step_{state.step}")
-            if caught:
-                break
-    if caught:
-        name = signal.Signals(caught).name
-        job.say(f"{name}: step {state.step} of {run.steps} is saved; the same command goes on from there")
-        return Ended(state=state, signal=caught, eval_loss=eval_loss)
+        ended = _steps(job, feed, begin, signals)
+        if ended.signal:
+            name = signal.Signals(ended.signal).name
+            job.say(f"{name}: step {ended.state.step} of {run.steps} is saved; the same command goes on from there")
+        else:
+            job.export(ended.state, "hf")
+        return ended
+
+
+def _steps(
+    job: Job, feed: Iterator[Fetched[list[Batch]]], begin: Callable[[int], None], signals: Callable[[], int]
+) -> Ended:
+    run, state = job.run, job.engine.state
+    window: tuple[Timing, ...] | None = None
+    loss: float | None = None
+    for fetched in feed:
+        begin(fetched.step)
+        started = time.perf_counter()
+        state, metrics = job.engine.step(state, fetched.value)
+        window = _report(job, state, metrics, window, fetched, time.perf_counter() - started)
+        last = state.step == run.steps
+        if last or _due(state.step, run.eval.every):
+            loss = _evaluate(job, state, write=True)
+        caught = _agreed(signals(), job.device.torch_type)
+        if last or caught or _due(state.step, run.save.every):
+            _save(job, state)
+        if _due(state.step, run.save.export_every) and not last:
+            job.export(state, f"hf_step_{state.step}")
+        if caught:
+            return Ended(state=state, signal=caught, eval_loss=loss)
     if window is None:
-        eval_loss = _evaluate(job, state, write=False)
-    job.export(state, "hf")
-    return Ended(state=state, signal=0, eval_loss=eval_loss)
+        loss = _evaluate(job, state, write=False)
+    return Ended(state=state, signal=0, eval_loss=loss)
 
 
 def _due(step: int, every: int) -> bool:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf.models.initialise import seed_of
-from lf.models.spec import Batch, Ctx, ModelConfig, Part, Placed, build_model, forward, loss_terms
+from lf.models.spec import Batch, Ctx, ModelConfig, Placed, build_model, forward, loss_terms
 from lf.parallel.config import MegatronParallel
 from lf.parallel.megatron import distributed_optimizer, owned_range, placements, wrap
 from lf.train.config import Run
 from lf.train.optim import make_optimizer, param_groups, restore_state, state_tensors
 from lf.train.reader import Reader
 from lf.train.schedule import factor
-from lf.train.shards import Piece
+from lf.train.shards import Piece, box_piece
 from lf.train.state import (
     Engine,
     Metrics,
@@ -35,6 +35,7 @@ from lf.train.state import (
     combine,
     evaluate,
     initial_value,
+    kinds_by_name,
     to_device,
     total_weights,
     weighted_loss,
@@ -158,18 +159,25 @@ def _inside(module: nn.Module) -> nn.Module:
     return module.module  # type: ignore[return-value]
 
 
-def _spans(placed: Placed, start: int, stop: int) -> Iterator[tuple[Part, int, int, int]]:
-    """Gives each part that elements [start, stop) of this rank's flattened tensor touch.
+def _cut(kind: str, placed: Placed, start: int, stop: int, tensor: Tensor) -> Iterator[Piece]:
+    """Gives the pieces of a global tensor that `tensor`, elements [start, stop) of this rank's flattened one, covers.
 
-    With each part come the first and last element inside the part's own flattened box, and where the first stands in
-    the range. Parts lie one after the other in the rank's tensor.
+    Parts lie one after the other in the rank's tensor. The pieces share the tensor's memory.
     """
-    at = 0
+    at, flat = 0, tensor.view(-1)
     for part in placed.parts:
         size = math.prod(part.size)
         first, last = max(start, at), min(stop, at + size)
         if first < last:
-            yield part, first - at, last - at, first - start
+            yield Piece(
+                name=f"{kind}/{placed.name}",
+                shape=placed.shape,
+                at=part.at,
+                size=part.size,
+                start=first - at,
+                stop=last - at,
+                data=flat[first - start : last - start],
+            )
         at += size
 
 
@@ -182,44 +190,28 @@ def _shards(state: TrainState, ctx: Ctx) -> Iterator[tuple[Placed, int, int, nn.
 
 def _pieces(state: TrainState, ctx: Ctx) -> Iterator[Piece]:
     for placed, start, stop, shard in _shards(state, ctx):
-        if not placed.owner:
-            continue
-        tensors = {"weight": shard.detach(), **state_tensors(state.optimizer.optimizer, shard)}
-        for kind, tensor in tensors.items():
-            if kind != "weight" and tensor.ndim == 0:
-                if start == 0:
-                    yield Piece(name=f"{kind}/{placed.name}", shape=(), at=(), size=(), start=0, stop=1, data=tensor.reshape(1))
-                continue
-            for part, first, last, offset in _spans(placed, start, stop):
-                yield Piece(
-                    name=f"{kind}/{placed.name}",
-                    shape=placed.shape,
-                    at=part.at,
-                    size=part.size,
-                    start=first,
-                    stop=last,
-                    data=tensor.flatten()[offset : offset + last - first],
-                )
+        if placed.owner:
+            yield from _cut("weight", placed, start, stop, shard.detach())
+            for kind, tensor in state_tensors(state.optimizer.optimizer, shard).items():
+                if tensor.ndim:
+                    yield from _cut(kind, placed, start, stop, tensor)
+                elif start == 0:
+                    yield box_piece(f"{kind}/{placed.name}", tensor)
 
 
 def _restore(state: TrainState, reader: Reader, ctx: Ctx) -> None:
-    kinds: dict[str, list[str]] = {}
-    for stored in reader.names:
-        kind, _, name = stored.partition("/")
-        kinds.setdefault(name, []).append(kind)
+    kinds = kinds_by_name(reader)
     with torch.no_grad():
         for placed, start, stop, shard in _shards(state, ctx):
             read = {}
             for kind in kinds.get(placed.name, ["weight"]):
                 name = f"{kind}/{placed.name}"
                 if kind != "weight" and reader.shape(name) == ():
-                    read[kind] = reader.read(name, (), ())
+                    read[kind] = reader.read(name)
                     continue
-                value = torch.zeros_like(shard)
-                for part, first, last, offset in _spans(placed, start, stop):
-                    box = reader.read(name, part.at, part.size).flatten()[first:last]
-                    value.view(-1)[offset : offset + last - first].copy_(box)
-                read[kind] = value
+                read[kind] = torch.zeros_like(shard)
+                for piece in _cut(kind, placed, start, stop, read[kind]):
+                    reader.fill(piece)
             shard.copy_(read.pop("weight"))
             if read:
                 restore_state(state.optimizer.optimizer, shard, read)

@@ -1,8 +1,9 @@
 """From a config to a job: everything that can be wrong with a run is found here, before its first step."""
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lf.config import from_json, resume_changes, to_json
-from lf.data.config import HfTokenizer
+from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.source import DataCtx, Rows, open_data
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
 from lf.models.hf_save import Source, load_source, store_source
-from lf.models.spec import Ctx, Layout, ModelConfig, check_model, paths, type_name
+from lf.models.spec import Ctx, Layout, ModelConfig, check_model, hf_config, paths, type_name, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import check_all_read, distributed, open_latest
 from lf.train.comm import Comm
@@ -34,16 +35,21 @@ TOKENIZER = "tokenizer"
 """Folder, in a run folder, of the tokenizer's files."""
 
 
-def connect(device: Device) -> Comm:
-    """Brings torch.distributed up, from torchrun's environment or for one process, and returns the ranks' exchange."""
+@contextlib.contextmanager
+def process_group(device: Device) -> Iterator[Comm]:
+    """Brings torch.distributed up, from torchrun's environment or for one process, and gives the ranks' exchange."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device.set_local_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    # Small objects go through the host, so an accelerator's group has gloo for CPU tensors beside its own backend.
     backend = "gloo" if device.backend == "gloo" else f"cpu:gloo,{device.torch_type}:{device.backend}"
     if world > 1:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
-    return distributed()
+    try:
+        yield distributed()
+    finally:
+        dist.destroy_process_group()
 
 
 def cache_dir() -> Path:
@@ -52,7 +58,12 @@ def cache_dir() -> Path:
 
 
 def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layout:
-    """Returns the layout of a run; raises ValueError for what cannot work, with the cure."""
+    """Returns the layout of a run; raises ValueError for what cannot work, with the cure.
+
+    Raises NotImplementedError for a model that could not be exported at the end.
+    """
+    weight_map(model)
+    hf_config(model)
     path = "megatron" if isinstance(run.parallel, MegatronParallel) else "torch"
     if path not in paths(model):
         known = {"megatron": "MegatronParallel", "torch": "TorchParallel"}
@@ -67,7 +78,7 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
 
 
 def open_job(
-    run: Run, *, folder: Path, config_file: Path, device: Device, comm: Comm, say: Callable[[str], None]
+    run: Run, folder: Path, config_file: Path, device: Device, comm: Comm, say: Callable[[str], None]
 ) -> Job:
     """Returns the job of a run on this rank, at the step that its folder has reached.
 
@@ -80,8 +91,9 @@ def open_job(
     start = _resumed(folder, opened.reader) if opened.reader else open_start(run.init, run.model)
     layout = check_run(run, start.model, device, comm.world)
     tokenizer = _tokenizer(run, folder, resumed=opened.reader is not None)
-    rows = _open(run.data, "data", run, start.model, tokenizer)
-    held_out = None if run.eval.data is None else _open(run.eval.data, "eval.data", run, start.model, tokenizer)
+    rows = _open(run.data, "data", run.seed, start.model, tokenizer)
+    # Held-out rows are packed in one way, so that held-out losses compare between seeds.
+    held_out = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, start.model, tokenizer)
     run = attrs.evolve(run, model=start.model)
     engine, layout = _engine(run, layout, device, start.published)
     if opened.reader is not None:
@@ -143,7 +155,7 @@ def _resumed(folder: Path, reader: Reader) -> Start:
 def _tokenizer(run: Run, folder: Path, *, resumed: bool) -> Tokenizer | None:
     kept = folder / TOKENIZER
     if resumed and kept.is_dir():
-        config: Any = HfTokenizer(path=str(kept))
+        config: TokenizerConfig = HfTokenizer(path=str(kept))
     elif run.tokenizer is not None:
         config = run.tokenizer
     elif run.init:
@@ -154,8 +166,8 @@ def _tokenizer(run: Run, folder: Path, *, resumed: bool) -> Tokenizer | None:
     return open_tokenizer(config, run.data, DataCtx(seed=run.seed, cache_dir=cache_dir()))
 
 
-def _open(data: Any, path: str, run: Run, model: ModelConfig, tokenizer: Tokenizer | None) -> Rows:
-    rows = open_data(data, DataCtx(seed=run.seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path))
+def _open(data: DataConfig, path: str, seed: int, model: ModelConfig, tokenizer: Tokenizer | None) -> Rows:
+    rows = open_data(data, DataCtx(seed=seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path))
     facts = dict(rows.describe())
     if tokenizer is not None:
         facts["vocab"] = max(facts.get("vocab", 0), tokenizer.vocab)

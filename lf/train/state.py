@@ -96,6 +96,15 @@ def initial_value(cfg: ModelConfig, seed: int, placed: Placed, local: Tensor, pu
     return padded
 
 
+def kinds_by_name(reader: Reader) -> dict[str, list[str]]:
+    """Returns which tensors (`weight`, and what the optimiser keeps) a checkpoint has for each canonical name."""
+    kinds: dict[str, list[str]] = {}
+    for stored in reader.names:
+        kind, _, name = stored.partition("/")
+        kinds.setdefault(name, []).append(kind)
+    return kinds
+
+
 def total_weights(cfg: ModelConfig, batches: Sequence[Batch], reduce: Reduce, device: str) -> dict[str, float]:
     """Returns the weight of each loss term over the whole global batch; raises ValueError where nothing is trained."""
     sums: dict[str, Tensor] = {}
