@@ -15,7 +15,7 @@ from lf.models.llm.qwen import Qwen3
 SOURCES = lf.TextData(
     paths=(sysconfig.get_paths()["stdlib"],),
     suffixes=(".py",),
-    exclude=("test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*", "site-packages/*"),
+    exclude=("test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*", "encodings/*", "pydoc_data/*", "site-packages/*"),
     seq_len=256,
     part="train",
     held_out=0.02,
@@ -42,15 +42,14 @@ cfg = lf.Run(
     save=lf.Save(every=100),
 )
 
+_EMAIL = attrs.evolve(SOURCES, paths=(sysconfig.get_paths()["stdlib"] + "/email",), seq_len=64, held_out=0.2)
+
 smoke = attrs.evolve(
     cfg,
-    model=attrs.evolve(cfg.model, hidden=64, layers=2, vocab=512, mlp=Mlp(width=128)),
+    model=attrs.evolve(cfg.model, vocab=512, hidden=64, layers=2, mlp=Mlp(width=128)),
     tokenizer=lf.TrainedBpe(vocab=512, sample_bytes=200_000),
-    data=attrs.evolve(SOURCES, paths=(sysconfig.get_paths()["stdlib"] + "/json",), seq_len=64, held_out=0.2),
-    batch=8,
-    parallel=lf.MegatronParallel(micro_batch=4),
-    optim=lf.AdamW(lr=1e-2, schedule=lf.Cosine(warmup=4, final=0.1)),
-    steps=30,
-    save=lf.Save(every=10),
+    data=_EMAIL,
+    optim=lf.AdamW(lr=2e-2, schedule=lf.Cosine(warmup=5)),
+    steps=120,
+    eval=lf.Eval(data=attrs.evolve(_EMAIL, part="held_out"), every=60),
 )
-smoke = attrs.evolve(smoke, eval=lf.Eval(data=attrs.evolve(smoke.data, part="held_out"), every=10))

@@ -7,9 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lf.data.config import DataConfig as DataConfig
     from lf.data.config import HfTokenizer as HfTokenizer
     from lf.data.config import Mixture as Mixture
     from lf.data.config import TextData as TextData
+    from lf.data.config import TokenizerConfig as TokenizerConfig
     from lf.data.config import TrainedBpe as TrainedBpe
     from lf.data.config import Weighted as Weighted
     from lf.parallel.config import MegatronParallel as MegatronParallel
@@ -25,17 +27,18 @@ if TYPE_CHECKING:
     from lf.train.config import Profile as Profile
     from lf.train.config import Run as Run
     from lf.train.config import Save as Save
+    from lf.train.config import ScheduleConfig as ScheduleConfig
     from lf.train.config import Sgd as Sgd
     from lf.train.config import Wsd as Wsd
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "lf.data.config": ("HfTokenizer", "Mixture", "TextData", "TrainedBpe", "Weighted"),
+    "lf.data.config": ("DataConfig", "HfTokenizer", "Mixture", "TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
     "lf.parallel.config": ("MegatronParallel", "TorchParallel"),
     "lf.train.config": (
         *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),
-        *("Run", "Save", "Sgd", "Wsd"),
+        *("Run", "Save", "ScheduleConfig", "Sgd", "Wsd"),
     ),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

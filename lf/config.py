@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,20 @@ def load(path: str | Path, name: str = "cfg") -> Any:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; check the path of the config")
     return _load_saved(path, name) if path.suffix == ".json" else _load_python(path, name)
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Returns the function that `FILE.py:NAME` names; the file is executed as a config file is.
+
+    Raises ValueError, in one line, for what is wrong with the file or the name.
+    """
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise ValueError(f"{spec!r} must be FILE.py:NAME, an existing Python file and a function in it")
+    function: Callable[..., Any] | None = vars(_execute(Path(path))).get(name)
+    if not callable(function):
+        raise ValueError(f"{path} has no function {name}; {spec!r} must name one that is in the file")
+    return function
 
 
 def _load_python(path: Path, name: str) -> Any:

@@ -1,6 +1,7 @@
 """The command line of a training run: launch flags first, then one flag for each leaf of the config they name."""
 
 import contextlib
+import difflib
 import inspect
 import io
 from collections.abc import Sequence
@@ -49,11 +50,22 @@ def parse(argv: Sequence[str], prog: str = "train.py", *, quiet: bool = False) -
         config.check_types(base)
     except ValueError as error:
         raise ValueError(f"{launch.cfg}: {error}") from error
+    _check_flags(rest, base)
     description = f"{inspect.getdoc(type(base))} For --out and --device, see {prog} --help without --cfg."
     cfg = config.override(base, rest + helps, f"{prog} --cfg {launch.cfg}", description=description)
     cfg = _take_from_init(base, cfg)
     config.check_round_trip(cfg)
     return attrs.evolve(launch, out=launch.out or str(run_folder(launch.cfg))), base, cfg
+
+
+def _check_flags(rest: Sequence[str], base: Run) -> None:
+    """Raises ValueError for a misspelt launch flag, which the parse of the config's own flags cannot recognise."""
+    own = [f"--{field.name}" for field in attrs.fields(Launch)]
+    known = {f"--{field.name}" for field in attrs.fields(type(base))}
+    for flag in (arg.split("=")[0] for arg in rest if arg.startswith("--")):
+        near = difflib.get_close_matches(flag, own, n=1, cutoff=0.75)
+        if near and flag not in known:
+            raise ValueError(f"{flag} is no flag; perhaps you meant {near[0]}")
 
 
 def split_name(cfg: str) -> tuple[Path, str]:

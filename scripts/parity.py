@@ -8,8 +8,6 @@ import attrs
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 @attrs.frozen(kw_only=True)
 class Args:

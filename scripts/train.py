@@ -4,8 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from lf.devices.detect import apply_env, detect, render_env
 from lf.devices.kunlun import kunlun, kunlun_found
 

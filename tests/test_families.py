@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lf.config import load_function
 from lf.models import hf, spec, weights
 from lf.models.decoder import Attention, DecoderConfig, Mlp, Norm
 from lf.models.layers.rope import (
@@ -24,6 +25,7 @@ from lf.models.layers.rope import (
     YarnScaling,
 )
 from lf.models.llm import dense, llama, qwen
+from lf.models.toy import Toy
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
 GOLDEN_NAMES = ("llama", "llama31", "qwen2", "qwen3")
@@ -519,51 +521,63 @@ def wrong(config):
 
 
 def test_a_reader_outside_lf_extends_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
+    file = tmp_path / "outside_family.py"
     file.write_text(MINE)
     (tmp_path / "config.json").write_text(json.dumps(golden("llama") | {"model_type": "mine", "extra": 7}))
-    cfg = hf.read_config(tmp_path, f"{file}:reader")
+    cfg = hf.read_config(tmp_path, load_function(f"{file}:reader"))
     assert type(cfg).__name__ == "Mine"
     assert cfg.extra == 7
     # Its class is made once, and inherits what it does not change.
-    assert hf.read_config(tmp_path, f"{file}:reader") == cfg
+    assert hf.read_config(tmp_path, load_function(f"{file}:reader")) == cfg
     assert spec.hf_config(cfg)["model_type"] == "llama"
     with pytest.raises(ValueError, match=r"'mine', which lf does not know.*--family"):
         hf.read_config(tmp_path)
-    with pytest.raises(ValueError, match=r"returned a builtins\.int; it must return a ModelConfig"):
-        hf.read_config(tmp_path, f"{file}:wrong")
-    with pytest.raises(ValueError, match="has no function absent"):
-        hf.read_config(tmp_path, f"{file}:absent")
-    with pytest.raises(ValueError, match=r"must be file.py:reader"):
-        hf.read_config(tmp_path, "nowhere.py:reader")
-    (tmp_path / "broken.py").write_text("def reader(:")
-    with pytest.raises(ValueError, match=r"cannot be loaded .SyntaxError"):
-        hf.read_config(tmp_path, f"{tmp_path / 'broken.py'}:reader")
+    with pytest.raises(
+        ValueError, match=r"config\.json: its reader returned a builtins\.int; it must return a ModelCo"
+    ):
+        hf.read_config(tmp_path, load_function(f"{file}:wrong"))
+    with pytest.raises(ValueError, match=r"outside_family\.py has no function absent"):
+        load_function(f"{file}:absent")
+    with pytest.raises(ValueError, match=r"'nowhere\.py:reader' must be FILE\.py:NAME"):
+        load_function("nowhere.py:reader")
+    (tmp_path / "broken_family.py").write_text("def reader(:")
+    with pytest.raises(ValueError, match=r"broken_family\.py:1: SyntaxError"):
+        load_function(f"{tmp_path / 'broken_family.py'}:reader")
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_an_export_keeps_the_config_it_started_from(name: str) -> None:
-    source = GOLDEN / name
-    cfg = hf.read_config(source)
-    assert hf.config_bytes(cfg, source) == (source / "config.json").read_bytes()
-    padded = attrs.evolve(cfg, vocab_multiple=64)
-    assert hf.config_bytes(padded, source) == (source / "config.json").read_bytes()
+    original = (GOLDEN / name / "config.json").read_bytes()
+    cfg = hf.read_config(GOLDEN / name)
+    assert hf.config_bytes(cfg, original) == original
+    assert hf.config_bytes(attrs.evolve(cfg, vocab_multiple=64), original, eos=9) == original
     made = json.loads(hf.config_bytes(cfg))
     assert made == spec.hf_config(cfg)
+    assert made["eos_token_id"] is None
 
 
-def test_an_export_of_a_changed_model_states_the_change(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(old_dialect(golden("qwen3"))))
-    cfg = hf.read_config(tmp_path)
+def test_an_export_of_a_changed_model_states_the_change() -> None:
+    stated = old_dialect(golden("qwen3"))
+    cfg = qwen.from_hf(stated)
     longer = attrs.evolve(
         cfg, max_length=1024, rope=attrs.evolve(cfg.rope, scaling=YarnScaling(factor=4.0, original=256))
     )
-    written = json.loads(hf.config_bytes(longer, tmp_path))
+    written = json.loads(hf.config_bytes(longer, json.dumps(stated).encode(), eos=9))
     assert qwen.from_hf(written) == longer
     assert (written["bos_token_id"], written["eos_token_id"], written["dtype"]) == (1, 2, "float32")
 
 
-def test_an_export_is_not_called_quantised(tmp_path: Path) -> None:
-    stated = golden("llama")
-    (tmp_path / "config.json").write_text(json.dumps(stated | {"quantization_config": {"quant_method": "fp8"}}))
-    assert json.loads(hf.config_bytes(hf.read_config(tmp_path), tmp_path)) == stated
+def test_an_export_without_a_folder_names_the_tokens_of_the_tokenizer() -> None:
+    made = json.loads(hf.config_bytes(qwen.qwen3_tiny, eos=9))
+    assert made == spec.hf_config(qwen.qwen3_tiny) | dict.fromkeys(hf.TOKEN_IDS, 9)
+    # The config.json of another family keeps nothing but its token ids.
+    other_kind = json.dumps(golden("llama") | {"eos_token_id": [5, 6]}).encode()
+    made = json.loads(hf.config_bytes(qwen.qwen3_tiny, other_kind, eos=9))
+    assert made == spec.hf_config(qwen.qwen3_tiny) | {"bos_token_id": 1, "eos_token_id": [5, 6], "pad_token_id": 0}
+
+
+def test_a_config_that_no_reader_knows_is_compared_key_by_key() -> None:
+    ours = spec.hf_config(Toy()) | {"more": 1}
+    original = json.dumps(ours).encode()
+    assert hf.config_bytes(Toy(), original) == original
+    assert json.loads(hf.config_bytes(Toy(hidden=8), original)) == ours | {"hidden": 8}

@@ -14,8 +14,8 @@ from torch import Tensor
 from lf.models.hf_folder import open_folder
 from lf.models.hf_save import save_folder
 from lf.models.quantised import quantisation, without_quantisation
-from lf.models.weights import Same, Stack, WeightMap, check, export, read, remember, report
-from tests.test_weights import box, counting, whole
+from lf.models.weights import Same, Stack, WeightMap, check, export, read, remember, report, whole
+from tests.test_weights import box, counting
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """DeepSeek-V3's quantization_config."""

@@ -22,7 +22,6 @@ from lf.models.weights import (
     Duplicate,
     FusedQkv,
     LfRule,
-    Padded,
     Piece,
     Same,
     Stack,
@@ -31,11 +30,14 @@ from lf.models.weights import (
     export,
     hf_names,
     hf_shapes,
+    lf_shape,
+    lf_shapes,
     pieces,
     read,
     remember,
     report,
     to_hf,
+    whole,
 )
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -48,14 +50,14 @@ def dense_map(config: dict) -> WeightMap:
     fused = functools.partial(FusedQkv, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     kind = config["model_type"]
     rules = [
-        Padded("embedding", "model.embed_tokens.weight", rows=config["vocab_size"]),
+        Same("embedding", "model.embed_tokens.weight"),
         Same("final_norm", "model.norm.weight"),
         Carried("*.rotary_emb.inv_freq"),
     ]
     if config["tie_word_embeddings"]:
         rules.append(Duplicate("lm_head.weight", "model.embed_tokens.weight"))
     else:
-        rules.append(Padded("head", "lm_head.weight", rows=config["vocab_size"]))
+        rules.append(Same("head", "lm_head.weight"))
     for layer in range(config["num_hidden_layers"]):
         hf, lf = f"model.layers.{layer}", f"layers.{layer}"
         for part in ("weight", "bias") if kind == "qwen2" else ("weight",):
@@ -72,8 +74,9 @@ def dense_map(config: dict) -> WeightMap:
     return WeightMap(tuple(rules))
 
 
-def dense_shapes(config: dict, vocab: int) -> dict[str, tuple[int, ...]]:
+def dense_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """The lf shapes that go with `dense_map`."""
+    vocab = config["vocab_size"]
     hidden, ffn, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     qkv = (heads + 2 * config["num_key_value_heads"]) * head_dim
@@ -84,12 +87,6 @@ def dense_shapes(config: dict, vocab: int) -> dict[str, tuple[int, ...]]:
     shapes |= {f"layers.{i}.{name}": shape for i in range(config["num_hidden_layers"]) for name, shape in layer.items()}
     made = dense_map(config).by_lf
     return {name: shape for name, shape in shapes.items() if name in made}
-
-
-def whole(name: str, shape: tuple[int, ...]) -> Placed:
-    """A tensor that one rank holds whole."""
-    origin = (0,) * len(shape)
-    return Placed(name=name, shape=shape, parts=(Part(at=origin, local=origin, size=shape),))
 
 
 def box(name: str, shape: tuple[int, ...], at: tuple[int, ...], size: tuple[int, ...]) -> Placed:
@@ -139,6 +136,11 @@ def _(rule: Experts) -> tuple[str, ...]:
     return rule.hf
 
 
+@lf_shape.register
+def _(rule: Experts, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    return (len(rule.hf), *reversed(shapes[rule.hf[0]]))
+
+
 @pieces.register
 def _(rule: Experts, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     return tuple(Piece(hf, (0, 0), (e, 0, 0), (1, *shape[1:]), (2, 1)) for e, hf in enumerate(rule.hf))
@@ -151,12 +153,9 @@ sizes = st.integers(1, 5)
 def rules(draw: st.DrawFn) -> tuple[LfRule, tuple[int, ...]]:
     """A rule, and the shape of its lf tensor."""
     rest = tuple(draw(st.lists(sizes, max_size=2)))
-    kind = draw(st.sampled_from([Same, Padded, Stack, FusedQkv, Experts]))
+    kind = draw(st.sampled_from([Same, Stack, FusedQkv, Experts]))
     if kind is Same:
         return Same("lf", "a"), tuple(draw(st.lists(sizes, max_size=3)))
-    if kind is Padded:
-        rows = draw(sizes)
-        return Padded("lf", "a", rows=rows), (rows + draw(st.integers(0, 4)), *rest)
     if kind is Stack:
         rows = tuple(draw(st.lists(sizes, min_size=1, max_size=4)))
         names = tuple("abcd"[: len(rows)])
@@ -183,6 +182,7 @@ def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 @quick
 def test_pieces_tile_both_sides(case):
     rule, shape = case
+    assert lf_shape(rule, hf_shapes(rule, shape)) == shape
     tensors = numbered(hf_shapes(rule, shape))
     seen = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     covered = torch.zeros(shape)
@@ -192,9 +192,7 @@ def test_pieces_tile_both_sides(case):
         covered[tuple(slice(a, a + s) for a, s in zip(piece.lf_at, piece.size, strict=True))] += 1
     assert set(seen) == set(hf_names(rule))
     assert all(bool((count == 1).all()) for count in seen.values())
-    held = rule.rows if isinstance(rule, Padded) else None
-    assert bool((covered[:held] == 1).all() if shape else covered == 1)
-    assert held is None or not covered[held:].any()
+    assert bool((covered == 1).all())
 
 
 @given(rules(), st.data())
@@ -206,6 +204,7 @@ def test_round_trip_and_boxes(case, data):
     with tempfile.TemporaryDirectory() as path:
         folder = folder_of(Path(path), tensors)
         check(weights, folder, {"lf": shape})
+        assert lf_shapes(weights, folder) == {"lf": shape}
         full = read(weights, folder, whole("lf", shape))
         assert full.shape == shape
         back = to_hf(rule, full)
@@ -234,8 +233,8 @@ def test_fused_qkv_is_grouped_by_key_value_head(tmp_path, heads, kv_heads, head_
 def test_row_boxes_read_only_their_rows(tmp_path):
     stack = Stack("fc1", ("gate", "up"))
     qkv = FusedQkv("qkv", "q", "k", "v", heads=8, kv_heads=4, head_dim=3)
-    weights = WeightMap((stack, qkv, Same("proj", "o"), Padded("embedding", "e", rows=10)))
-    shapes = {"fc1": (24, 8), "qkv": (48, 8), "proj": (8, 24), "embedding": (12, 8)}
+    weights = WeightMap((stack, qkv, Same("proj", "o"), Same("embedding", "e")))
+    shapes = {"fc1": (24, 8), "qkv": (48, 8), "proj": (8, 24), "embedding": (10, 8)}
     tensors = {}
     for name, shape in shapes.items():
         tensors |= numbered(hf_shapes(weights.by_lf[name], shape))
@@ -252,7 +251,7 @@ def test_row_boxes_read_only_their_rows(tmp_path):
     assert bytes_of(box("qkv", (48, 8), (12, 0), (12, 8))) == {"q": 6 * row, "k": 3 * row, "v": 3 * row}
     assert bytes_of(box("qkv", (48, 8), (13, 0), (4, 8))) == {"q": 4 * row}
     assert bytes_of(box("proj", (8, 24), (0, 6), (8, 6))) == {"o": 8 * 6 * 4}
-    assert bytes_of(box("embedding", (12, 8), (6, 0), (6, 8))) == {"e": 4 * row}
+    assert bytes_of(box("embedding", (10, 8), (6, 0), (4, 8))) == {"e": 4 * row}
 
 
 def test_parts_lie_where_they_are_placed(tmp_path):
@@ -263,8 +262,9 @@ def test_parts_lie_where_they_are_placed(tmp_path):
     folder = folder_of(tmp_path, tensors)
     second = torch.cat([tensors["gate"][2:], tensors["up"][2:]])
     assert torch.equal(read(weights, folder, placed), second)
-    padded = read(weights, folder, placed, shape=(6, 3), dtype=torch.bfloat16)
-    assert torch.equal(padded, torch.cat([second, torch.zeros(2, 3)]).bfloat16())
+    assert torch.equal(read(weights, folder, placed, dtype=torch.bfloat16), second.bfloat16())
+    nothing = read(weights, folder, attrs.evolve(placed, parts=()))
+    assert (nothing.shape, nothing.dtype) == ((0, 3), torch.float32)
 
 
 def test_integers_keep_their_dtype_and_mixed_floats_widen(tmp_path):
@@ -322,13 +322,25 @@ def test_check_counts_and_names_every_fault(tmp_path):
     assert "old.x" not in said
 
 
+def test_check_without_a_model_takes_the_shapes_that_the_folder_makes(tmp_path):
+    qkv = FusedQkv("qkv", "q", "k", "v", heads=4, kv_heads=2, head_dim=2)
+    weights = WeightMap((qkv, Stack("fc1", ("gate", "up")), Same("norm", "n")))
+    good = {"q": (8, 3), "k": (4, 3), "v": (4, 3), "gate": (5, 3), "up": (5, 3), "n": (3,)}
+    check(weights, folder_of(tmp_path / "good", numbered(good)))
+    unfit = folder_of(tmp_path / "unfit", numbered(good | {"q": (4, 3), "up": (6, 3)}))
+    with pytest.raises(ValueError, match=r"qkv has 12 rows; 4 heads, 2 kv_heads and head_dim 2 make 16, fc1 has 11"):
+        check(weights, unfit)
+    del good["up"]
+    with pytest.raises(ValueError, match="1 missing in the folder: up") as caught:
+        check(weights, folder_of(tmp_path / "less", numbered(good)))
+    assert "fc1" not in str(caught.value)
+
+
 def test_check_says_which_lf_shape_no_tensors_make(tmp_path):
     rule = FusedQkv("qkv", "q", "k", "v", heads=4, kv_heads=2, head_dim=2)
     folder = folder_of(tmp_path, {name: torch.zeros(4, 2) for name in "qkv"})
     with pytest.raises(ValueError, match="qkv has 12 rows; 4 heads, 2 kv_heads and head_dim 2 make 16"):
         check(WeightMap((rule,)), folder, {"qkv": (12, 2)})
-    with pytest.raises(ValueError, match="has fewer rows than hf, which has 9"):
-        pieces(Padded("lf", "hf", rows=9), (8, 2))
     with pytest.raises(ValueError, match="fc1 has 7 rows"):
         pieces(Stack("fc1", ("gate", "up")), (7, 2))
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-_COMPANIONS = (
+FILES = (
+    "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -19,6 +20,7 @@ _COMPANIONS = (
     "merges.txt",
     "tokenizer.model",
 )
+"""Files of a tokenizer, as a Hugging Face folder has them beside the weights; only the first is always there."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -60,7 +62,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
-    companions = {name: file.with_name(name) for name in _COMPANIONS}
+    companions = {name: file.with_name(name) for name in FILES[1:]}
     files = {name: companion.read_bytes() for name, companion in companions.items() if companion.is_file()}
     vocab = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return Tokenizer(

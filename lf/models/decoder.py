@@ -3,6 +3,7 @@
 Shapes: B rows of a micro-batch, S positions of a row, V vocabulary, N documents of a micro-batch.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -148,7 +149,8 @@ def _(cfg: DecoderConfig, model: nn.Module, batch: spec.Batch) -> spec.Output:
 def _packing(lengths: tuple[int, ...], device: torch.device) -> Any:
     from lf.models.layers.attention import Packed
 
-    ends = torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    # A copy that blocks would wait for all work that the device has queued.
+    ends = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32).to(device, non_blocking=True)
     longest = max(lengths)
     return Packed(
         qkv_format="thd",

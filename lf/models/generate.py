@@ -4,14 +4,19 @@ Shapes: S positions, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 import torch
 from attrs.validators import and_, ge, gt, le
 from torch import Tensor, nn
 
-from lf.models.spec import Batch, ModelConfig, forward, paths
+from lf.models.decoder import DecoderConfig
+from lf.models.layers.rope import DynamicScaling
+from lf.models.spec import Batch, ModelConfig, check_model, forward, paths
+
+CONTEXT = 16
+"""Tokens that are decoded again with a new one: some decoders treat the first token of a text differently."""
 
 
 @attrs.frozen(kw_only=True)
@@ -27,44 +32,109 @@ class Sampling:
     seed: int = 0
     """Seed of the draws."""
 
+    def __attrs_post_init__(self) -> None:
+        if self.top_p < 1.0 and self.temperature == 0.0:
+            raise ValueError(
+                f"top_p = {self.top_p} does nothing at temperature = 0.0; set temperature too, such as 1.0"
+            )
 
-def choose(logits_V: Tensor, how: Sampling, generator: torch.Generator) -> int:
-    """Returns the id of the next token."""
-    if how.temperature == 0.0:
-        return int(logits_V.argmax())
-    probabilities, ids = torch.softmax(logits_V.float() / how.temperature, -1).sort(descending=True)
+
+def distribution(logits_V: Tensor, how: Sampling) -> Tensor:
+    """Returns the probabilities [V] that a token is drawn from, as float64 on the CPU; the temperature is above 0.
+
+    Only the likeliest tokens that together reach `top_p` have any (nucleus sampling, arXiv:1904.09751).
+    """
+    logits = logits_V.double().cpu()
+    probabilities, ids = torch.softmax((logits - logits.max()) / how.temperature, -1).sort(descending=True, stable=True)
     # A token stays as long as those before it have not filled the share, so the likeliest always stays.
     kept = probabilities * (probabilities.cumsum(-1) - probabilities < how.top_p)
-    return int(ids[torch.multinomial(kept.cpu(), 1, generator=generator).to(ids.device)])
+    return torch.zeros_like(kept).scatter(0, ids, kept / kept.sum())
+
+
+def choose(logits_V: Tensor, how: Sampling, generator: torch.Generator) -> int:
+    """Returns the id of the next token. Raises ValueError where the logits are not finite."""
+    if not torch.isfinite(logits_V).all():
+        raise ValueError("the model's logits are not finite; its weights are damaged, or its training has diverged")
+    if how.temperature == 0.0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial(distribution(logits_V, how), 1, generator=generator))
+
+
+def allowance(cfg: ModelConfig, prompt: Sequence[int], how: Sampling) -> int:
+    """Returns how many tokens may be added to a prompt: those asked for, as far as the model's length goes.
+
+    Raises ValueError for a prompt without tokens, with ids that the model does not have, or that fills its length.
+    """
+    if not prompt:
+        raise ValueError("the prompt has no tokens; give at least one")
+    check_model(cfg, {"vocab": max(prompt) + 1})
+    if not isinstance(cfg, DecoderConfig):
+        return how.tokens
+    if len(prompt) >= cfg.max_length:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, and prompt and continuation together must fit into model.max_length "
+            f"= {cfg.max_length}; shorten it"
+        )
+    return min(how.tokens, cfg.max_length - len(prompt))
 
 
 def generate(
     cfg: ModelConfig, model: nn.Module, prompt: Sequence[int], how: Sampling, *, eos: int | None, device: str
 ) -> Iterator[int]:
-    """Yields token ids after the prompt until `eos` (which is not yielded) or the limit.
+    """Returns an iterator over the token ids after the prompt, until `eos` (which is not among them) or the allowance.
 
-    Attention keeps the keys and values of earlier tokens where the model's layers can.
+    The model is in evaluation mode until the iterator ends or is closed. Attention keeps the keys and values of earlier
+    tokens where they stay as they are. Raises ValueError as `allowance` does.
     """
-    if not prompt:
-        raise ValueError("the prompt has no tokens; give at least one")
+    return _continue(cfg, model, prompt, how, allowance(cfg, prompt, how), eos, device)
+
+
+def _continue(
+    cfg: ModelConfig, model: nn.Module, prompt: Sequence[int], how: Sampling, limit: int, eos: int | None, device: str
+) -> Iterator[int]:
     generator = torch.Generator().manual_seed(how.seed)
-    cached = "megatron" in paths(cfg)
     seen, new = list(prompt), list(prompt)
     was_training = model.training
     model.eval()
-    with torch.no_grad(), _cache(model) if cached else contextlib.nullcontext():
-        for _ in range(how.tokens):
-            given = new if cached else seen
-            logits_V = forward(cfg, model, _batch(given, len(seen) - len(given), device))[0, -1]
-            new = [choose(logits_V, how, generator)]
-            if new[0] == eos:
-                break
-            seen += new
-            yield new[0]
-    model.train(was_training)
+    try:
+        with _cache(cfg, model) as cached:
+            for _ in range(limit):
+                token = choose(_logits(cfg, model, seen, new if cached else seen, device), how, generator)
+                if token == eos:
+                    return
+                new = [token]
+                seen += new
+                yield token
+    finally:
+        model.train(was_training)
 
 
-def _cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def stream_text(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
+    """Yields the text that token ids add to a prompt, as they come; a character waits until all its bytes are there."""
+    kept = list(prompt[-CONTEXT:])
+    shown = decode(kept)
+    for token in ids:
+        kept.append(token)
+        text = decode(kept)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            kept = kept[-CONTEXT:]
+            shown = decode(kept)
+    yield decode(kept)[len(shown) :]
+
+
+@torch.no_grad()
+def _logits(cfg: ModelConfig, model: nn.Module, seen: Sequence[int], given: Sequence[int], device: str) -> Tensor:
+    """Returns the logits [V] after `seen`, of which the model is given the end."""
+    output: Tensor = forward(cfg, model, _batch(given, len(seen) - len(given), device))
+    return output[0, -1]
+
+
+def _cache(cfg: ModelConfig, model: nn.Module) -> contextlib.AbstractContextManager[bool]:
+    # Dynamic scaling turns the keys of all tokens anew as the text grows.
+    dynamic = isinstance(cfg, DecoderConfig) and isinstance(cfg.rope.scaling, DynamicScaling)
+    if dynamic or "megatron" not in paths(cfg):
+        return contextlib.nullcontext(False)
     from lf.models.layers.attention import key_value_cache
 
     return key_value_cache(model)

@@ -55,6 +55,7 @@ def transformer_config(cfg: DecoderConfig, ctx: Ctx) -> TransformerConfig:
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[mlp.activation],
+        use_te_activation_func=_has_swiglu(mlp, ctx),
         normalization="RMSNorm",
         layernorm_epsilon=cfg.norm.eps,
         attention_dropout=attention.dropout,
@@ -87,6 +88,11 @@ def _is_te(ctx: Ctx) -> bool:
     return bool(ctx.layers.fuse_layernorm_and_linear())
 
 
+def _has_swiglu(mlp: Mlp, ctx: Ctx) -> bool:
+    """Returns whether the layer backend brings the activation: lf's own has SwiGLU and nothing else."""
+    return mlp.activation == "silu" and not _is_te(ctx)
+
+
 def layer_spec(cfg: DecoderConfig, ctx: Ctx) -> ModuleSpec:
     """Returns the modules of one decoder layer from the layer backend."""
     layers = ctx.layers
@@ -95,6 +101,8 @@ def layer_spec(cfg: DecoderConfig, ctx: Ctx) -> ModuleSpec:
     qk_norm = layers.layer_norm(rms_norm=True, for_qk=True)
     column = layers.column_parallel_layer_norm_linear() if fused else layers.column_parallel_linear()
     assert isinstance(cfg.attention, Attention)
+    assert isinstance(cfg.mlp, Mlp)
+    activation = layers.activation_func() if _has_swiglu(cfg.mlp, ctx) else None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -114,7 +122,9 @@ def layer_spec(cfg: DecoderConfig, ctx: Ctx) -> ModuleSpec:
             pre_mlp_layernorm=IdentityOp if fused else norm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=layers.row_parallel_linear()),
+                submodules=MLPSubmodules(
+                    linear_fc1=column, activation_func=activation, linear_fc2=layers.row_parallel_linear()
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
             # TransformerEngine keeps a norm inside the linear after it; the canonical names keep it apart.
@@ -151,6 +161,11 @@ class Gpt(GPTModel):
         )
         self.cfg = cfg
         self.unpadded = {"embedding.word_embeddings.weight": cfg.vocab, "output_layer.weight": cfg.vocab}
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Returns the loss of every position [B, S]; without labels the logits [B, S, V], padded vocabulary cut off."""
+        out = super().forward(*args, labels=labels, **kwargs)
+        return out[..., : self.cfg.vocab] if labels is None and self.post_process else out
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         made = super()._preprocess(input_ids, position_ids, *args, **kwargs)

@@ -97,7 +97,7 @@ def store_source(source: Source, path: str | Path) -> None:
         "tensors": [attrs.asdict(kept) for kept in source.tensors],
         "files": [name for name, _ in source.files],
     }
-    with _new_folder(Path(path), ["source.json", "files"]) as folder:
+    with new_folder(Path(path), ["source.json", "files"]) as folder:
         _write_bytes(folder / "source.json", _json(record))
         (folder / "files").mkdir()
         for name, content in [("config.json", source.config), *source.files]:
@@ -146,7 +146,7 @@ def save_folder(
     `tensors` may be read from the folder that is replaced. Raises ValueError as `check_target` does and for a name
     that comes twice, OSError when the disk is full.
     """
-    with _new_folder(Path(path), files) as folder:
+    with new_folder(Path(path), files) as folder:
         if config != b"":
             _write_bytes(folder / "config.json", config if isinstance(config, bytes) else _json(config))
         for name, content in files.items():
@@ -176,6 +176,45 @@ def check_target(path: str | Path, files: Collection[str]) -> None:
             f"{path} holds {len(lost)} entries that saving there would remove ({', '.join(lost[:5])}): "
             "choose another folder, or move them away"
         )
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
+    """Gives a folder that takes the place of `path` when the block ends; on any error `path` is as it was.
+
+    Raises ValueError as `check_target` does, OSError when the disk is full.
+    """
+    path = path.resolve()
+    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if old.exists() and not path.exists():  # a save was killed between its two renames
+        old.rename(path)
+    check_target(path, files)
+    for left in (partial, old):
+        if left.exists():
+            shutil.rmtree(left)
+    partial.mkdir()
+    try:
+        yield partial
+        _sync(partial)
+        if path.exists():
+            path.rename(old)
+        try:
+            partial.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+        _sync(path.parent)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path} could not be written ({error}); what was there is unchanged. Free space or "
+            "choose another folder, then save again",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -270,41 +309,6 @@ def _write_index(folder: Path, stem: str, index: Mapping[str, str], total: int) 
     _write_bytes(folder / f"{stem}.safetensors.index.json", _json(content))
 
 
-@contextlib.contextmanager
-def _new_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
-    path = path.resolve()
-    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if old.exists() and not path.exists():  # a save was killed between its two renames
-        old.rename(path)
-    check_target(path, files)
-    for left in (partial, old):
-        if left.exists():
-            shutil.rmtree(left)
-    partial.mkdir()
-    try:
-        yield partial
-        _sync(partial)
-        if path.exists():
-            path.rename(old)
-        try:
-            partial.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
-        _sync(path.parent)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{path} could not be written ({error}); what was there is unchanged. Free space or "
-            "choose another folder, then save again",
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _write_bytes(file: Path, content: bytes) -> None:
     with file.open("wb") as stream:
         stream.write(content)
@@ -333,6 +337,10 @@ def _carried(source: Source) -> list[Kept]:
 
 
 def _is_asset(file: Path) -> bool:
-    if file.name == "config.json" or file.name.endswith(".safetensors.index.json") or not file.is_file():
+    if (
+        file.name in ("config.json", "report.json")
+        or file.name.endswith(".safetensors.index.json")
+        or not file.is_file()
+    ):
         return False
     return file.suffix in _ASSETS or file.stem in _NOTICES

@@ -64,16 +64,6 @@ class Same(LfRule):
 
 
 @attrs.frozen
-class Padded(LfRule):
-    """One HF tensor whose lf tensor may have more rows: zero on import, cut on export (vocabulary padding)."""
-
-    hf: str
-    """The HF tensor."""
-    rows: int = attrs.field(kw_only=True)
-    """Rows of the HF tensor."""
-
-
-@attrs.frozen
 class Stack(LfRule):
     """HF tensors one below the other, along dimension 0 (gate and up projection)."""
 
@@ -163,7 +153,7 @@ def hf_names(rule: Rule) -> tuple[str, ...]:
 
 
 @hf_names.register
-def _(rule: Same | Padded | Duplicate) -> tuple[str, ...]:
+def _(rule: Same | Duplicate) -> tuple[str, ...]:
     return (rule.hf,)
 
 
@@ -198,13 +188,6 @@ def _(rule: Same, shape: Shape) -> tuple[Piece, ...]:
 
 
 @pieces.register
-def _(rule: Padded, shape: Shape) -> tuple[Piece, ...]:
-    if not shape or shape[0] < rule.rows:
-        raise ValueError(f"{rule.lf} of shape {list(shape)} has fewer rows than {rule.hf}, which has {rule.rows}")
-    return tuple(_rows(shape, [(rule.hf, 0, rule.rows)]))
-
-
-@pieces.register
 def _(rule: Stack, shape: Shape) -> tuple[Piece, ...]:
     rows = rule.rows or (shape[0] // len(rule.hf),) * len(rule.hf)
     if len(rows) != len(rule.hf) or sum(rows) != shape[0]:
@@ -226,6 +209,16 @@ def _(rule: FusedQkv, shape: Shape) -> tuple[Piece, ...]:
     for group in range(rule.kv_heads):
         blocks += [(rule.q, group * ratio * d, ratio * d), (rule.k, group * d, d), (rule.v, group * d, d)]
     return tuple(_rows(shape, blocks))
+
+
+@functools.singledispatch
+def lf_shape(rule: LfRule, shapes: Mapping[str, Shape]) -> Shape:
+    """Returns the shape of the lf tensor that HF tensors of these shapes make: their rows one below the other.
+
+    A rule that joins them in another way registers its own answer. Only `pieces` says whether the shapes fit.
+    """
+    first, *rest = (shapes[name] for name in hf_names(rule))
+    return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else first
 
 
 def hf_shapes(rule: LfRule, shape: Shape) -> dict[str, Shape]:
@@ -257,27 +250,40 @@ def to_hf(rule: LfRule, tensor: Tensor) -> dict[str, Tensor]:
     return made
 
 
+def whole(name: str, shape: Shape) -> Placed:
+    """Returns the place of a tensor that one rank holds whole."""
+    origin = (0,) * len(shape)
+    return Placed(name=name, shape=shape, parts=(Part(at=origin, local=origin, size=shape),))
+
+
+def held_shape(placed: Placed) -> Shape:
+    """Returns the shape of this rank's tensor without padding; no rows where it holds nothing but padding."""
+    ends = [_ends(part.local, part.size) for part in placed.parts]
+    return tuple(max(dim) for dim in zip(*ends, strict=True)) if ends else (0, *placed.shape[1:])
+
+
+def stored_dtype(rule: LfRule, folder: HfFolder) -> torch.dtype:
+    """Returns the dtype that holds every value of the HF tensors that make an lf tensor."""
+    return functools.reduce(torch.promote_types, (folder.dtype(name) for name in hf_names(rule)))
+
+
 def read(
     weights: WeightMap,
     folder: HfFolder,
     placed: Placed,
     *,
     dtype: torch.dtype | None = None,
-    shape: Shape | None = None,
 ) -> Tensor:
-    """Returns this rank's tensor, reading only the slices that its boxes need.
+    """Returns this rank's tensor without padding, reading only the slices that its boxes need.
 
-    `dtype` is what floating tensors become (None keeps the stored one); integers keep theirs. `shape` is that of the
-    rank's tensor; None takes the extent of its boxes. Padded rows, and what no box covers, are zero.
+    `dtype` is what floating tensors become (None keeps the stored one); integers keep theirs.
     """
     rule = weights.by_lf[placed.name]
-    stored = functools.reduce(torch.promote_types, (folder.dtype(name) for name in hf_names(rule)))
-    if shape is None:
-        shape = tuple(max(ends) for ends in zip(*(_ends(part.local, part.size) for part in placed.parts), strict=True))
-    out = torch.zeros(shape, dtype=dtype if dtype is not None and stored.is_floating_point else stored)
-    whole = pieces(rule, placed.shape)
+    stored = stored_dtype(rule, folder)
+    out = torch.zeros(held_shape(placed), dtype=dtype if dtype is not None and stored.is_floating_point else stored)
+    every = pieces(rule, placed.shape)
     for part in placed.parts:
-        for piece in whole:
+        for piece in every:
             at, size = _overlap(part, piece)
             if min(size, default=1) > 0:
                 start = tuple(a - p for a, p in zip(at, piece.lf_at, strict=True))
@@ -290,18 +296,25 @@ def read(
     return out
 
 
-def check(weights: WeightMap, folder: HfFolder, lf_shapes: Mapping[str, Shape]) -> None:
+def lf_shapes(weights: WeightMap, folder: HfFolder) -> dict[str, Shape]:
+    """Returns the global shape of every lf tensor that the folder has all HF tensors for."""
+    found = {name: folder.shape(name) for name in folder.names}
+    return {lf: lf_shape(rule, found) for lf, rule in weights.by_lf.items() if found.keys() >= set(hf_names(rule))}
+
+
+def check(weights: WeightMap, folder: HfFolder, shapes: Mapping[str, Shape] | None = None) -> None:
     """Raises ValueError unless the folder and the model account for each other, tensor by tensor.
 
-    `lf_shapes` are the global shapes of all lf tensors of the model. Every HF tensor must be claimed by a rule, every
-    rule find its HF tensors, every lf tensor have its rule, every shape agree and every stored duplicate equal its
-    original. Reads nothing but duplicates.
+    `shapes` are the global shapes of all lf tensors of the model; None takes what the folder makes of them. Every HF
+    tensor must be claimed by a rule, every rule find its HF tensors, every lf tensor have its rule, every shape agree
+    and every stored duplicate equal its original. Reads nothing but duplicates.
     """
+    model = lf_shapes(weights, folder) if shapes is None else shapes
     names = set(folder.names)
     optional = {rule.hf for rule in weights.rules if isinstance(rule, Duplicate)}
     wanted: dict[str, Shape] = {}
     wrong = []
-    for lf, shape in lf_shapes.items():
+    for lf, shape in model.items():
         if lf in weights.by_lf:
             try:
                 wanted |= hf_shapes(weights.by_lf[lf], tuple(shape))
@@ -320,8 +333,8 @@ def check(weights: WeightMap, folder: HfFolder, lf_shapes: Mapping[str, Shape]) 
             if name not in weights.by_hf and not _is_carried(weights, name)
         ],
         "of the wrong shape": wrong,
-        "in the model without a rule": [lf for lf in lf_shapes if lf not in weights.by_lf],
-        "in a rule but not in the model": [lf for lf in weights.by_lf if lf not in lf_shapes],
+        "in the model without a rule": [lf for lf in model if lf not in weights.by_lf],
+        "in a rule but not in the model": [lf for lf in weights.by_lf if shapes is not None and lf not in model],
         "stored twice with different values": [
             f"{rule.hf} and {rule.of}"
             for rule in weights.rules

@@ -5,9 +5,12 @@ place, why, and when: always (upstream bugs), without TransformerEngine, or on a
 rows that a device needs, once a process, before the first Megatron module is built. It refuses another version of
 megatron-core, and a target that is not there.
 
-The largest CPU row is the proxy: inside megatron's own modules, and nowhere else, the name `torch` means a module in
+The largest CPU change is the proxy: inside megatron's own modules, and nowhere else, the name `torch` means a module in
 which "cuda" is the CPU. Two changes are process-wide because they replace methods of torch classes that can only raise
-on a CPU build: `Tensor.cuda` and `Tensor.record_stream`.
+on a CPU build: `Tensor.cuda` and `Tensor.record_stream`. A third, `Tensor.type`, holds inside `cuda_type_names` alone.
+
+megatron-core decorates small functions with torch.compile when it is imported, which importing any part of it does
+already. Devices without fused kernels get the plain functions back.
 
 Not needed, because lf does not use the code: the checkpoint writer's spawned manager and the optimiser state
 dictionaries (lf saves its own checkpoints), the vocabulary-parallel loss that looks up a global group (lf has its own),
@@ -146,8 +149,9 @@ def _cuda_namespace() -> types.ModuleType:
         stream=lambda s: contextlib.nullcontext(),
         get_rng_state=lambda device=None: torch.get_rng_state(),
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
-        manual_seed=torch.manual_seed,
-        manual_seed_all=torch.manual_seed,
+        # torch.manual_seed also tells every accelerator that is not there, with a stack trace for each.
+        manual_seed=torch.default_generator.manual_seed,
+        manual_seed_all=torch.default_generator.manual_seed,
     )
     return namespace
 
@@ -181,6 +185,7 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
+@functools.cache
 def _proxy() -> types.ModuleType:
     """Returns the `torch` that megatron's modules see on a CPU."""
     proxy = _Fallback("torch", torch)
@@ -219,15 +224,12 @@ def _uneven_gather(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return gather
 
 
-def _uneven_scatter(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def scatter(x: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return original(x, group, input_split_sizes, use_global_buffer)
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return torch.split(total, [int(n) for n in input_split_sizes])[group.rank()].contiguous()
+def _between_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def exchange(out: Tensor, given: Tensor, *, group: Any, **kwargs: Any) -> Any:
+        # A rank's share of a buffer is a view of it, so a rank alone has its result already.
+        return None if group.size() == 1 else original(out, given, group=group, **kwargs)
 
-    return scatter
+    return exchange
 
 
 def _checkpoint_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -237,25 +239,18 @@ def _checkpoint_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _cpu_tracker(original: type) -> type:
-    from megatron.core.tensor_parallel import random
+def _one_generator(original: types.ModuleType) -> types.ModuleType:
+    # Here the CPU generator plays CUDA's; to megatron the CPU has none left, so it neither saves nor compares it.
+    proxy = _Fallback("torch", original)
+    vars(proxy).update(get_rng_state=lambda: torch.empty(0, dtype=torch.uint8), set_rng_state=lambda state: None)
+    return proxy
 
-    class Tracker(original):  # type: ignore[valid-type,misc]
-        """Keeps named states of the CPU generator, as the original does for CUDA's."""
 
-        @contextlib.contextmanager
-        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            if name not in self.states_:
-                raise ValueError(f"random state {name!r} is not among {sorted(self.states_)}")
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
+def _l2_norm(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
+    def norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
 
-    return Tracker
+    return norm
 
 
 def _subgroups(original: types.ModuleType) -> types.ModuleType:
@@ -298,6 +293,13 @@ TABLE: tuple[Row, ...] = (
         missing=True,
     ),
     Row(
+        target="optimizer.clip_grads:l2_norm_impl",
+        make=_l2_norm,
+        why="upstream's own waits for the device once a parameter, and TransformerEngine's, taken wherever the package is "
+        "installed, runs on CUDA only",
+        when="no_te",
+    ),
+    Row(
         target="transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
         make=_to_host,
         why="as_numpy is skipped for tensors that are on the CPU already, and all_to_all then gets tensors as sizes",
@@ -316,9 +318,15 @@ TABLE: tuple[Row, ...] = (
         when="cpu",
     ),
     Row(
-        target="tensor_parallel.mappings:_reduce_scatter_along_first_dim",
-        make=_uneven_scatter,
-        why="gloo scatters pieces of one size only",
+        target="distributed.param_and_grad_buffer:dist_all_gather_func",
+        make=_between_ranks,
+        why="gloo copies the whole buffer even where one rank is alone",
+        when="cpu",
+    ),
+    Row(
+        target="distributed.param_and_grad_buffer:dist_reduce_scatter_func",
+        make=_between_ranks,
+        why="gloo copies the whole buffer even where one rank is alone",
         when="cpu",
     ),
     Row(
@@ -334,9 +342,9 @@ TABLE: tuple[Row, ...] = (
         when="cpu",
     ),
     Row(
-        target="tensor_parallel.random:CudaRNGStatesTracker",
-        make=_cpu_tracker,
-        why="it warns at every fork that the CPU generator has moved, which here it must",
+        target="tensor_parallel.random:torch",
+        make=_one_generator,
+        why="it saves the CPU generator beside CUDA's, which here are one, and warns at every fork that it has moved",
         when="cpu",
     ),
     Row(
@@ -370,19 +378,17 @@ def _resolve(target: str) -> tuple[Any, str]:
     return holder, name
 
 
+@functools.cache
 def _apply(row: Row) -> None:
+    """Makes one change, once a process."""
+    fault = f"megatron-core has no {row.target}, which lf must change because {row.why}"
     try:
         holder, name = _resolve(row.target)
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"megatron-core has no {row.target}, which lf must change because {row.why}") from error
+        raise RuntimeError(fault) from error
     if not row.missing and not hasattr(holder, name):
-        raise RuntimeError(f"megatron-core has no {row.target}, which lf must change because {row.why}")
-    original = getattr(holder, name, None)
-    if getattr(original, "_lf_row", "") != row.target:
-        replacement = row.make(original)
-        with contextlib.suppress(AttributeError, TypeError):
-            replacement._lf_row = row.target
-        setattr(holder, name, replacement)
+        raise RuntimeError(fault)
+    setattr(holder, name, row.make(getattr(holder, name, None)))
 
 
 def rows_for(device: Device) -> tuple[Row, ...]:
@@ -397,24 +403,41 @@ def rows_for(device: Device) -> tuple[Row, ...]:
 
 @functools.cache
 def prepare_megatron(device: Device) -> None:
-    """Makes megatron-core usable on a device, once a process; raises RuntimeError where its release does not fit."""
+    """Makes megatron-core usable on a device, once a process.
+
+    Raises RuntimeError where its release does not fit, and where the process has it on another kind of device already.
+    """
     found = importlib.metadata.version("megatron-core")
     if found != VERSION:
         raise RuntimeError(
             f"megatron-core {found} is installed, but lf is written for {VERSION}: pip install megatron-core=={VERSION}"
         )
-    if device.torch_type == "cpu":
-        # Decorators read the fuser when a module is imported, so it goes before the first import.
+    core = vars(importlib.import_module("megatron.core"))
+    kind = core.setdefault("_lf_torch_type", device.torch_type)
+    if kind != device.torch_type:
+        raise RuntimeError(f"this process uses megatron-core on {kind}; start another one for {device.torch_type}")
+    fused = "fused_kernels" in device.capabilities
+    if not fused:
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
     for name in MODULES:
         importlib.import_module(f"megatron.core.{name}")
-    if device.torch_type == "cpu":
-        proxy = _proxy()
-        for name, module in list(sys.modules.items()):
-            if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-                module.torch = proxy  # type: ignore[attr-defined]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core"):
+            if not fused:
+                _uncompile(module)
+            if device.torch_type == "cpu" and getattr(module, "torch", None) is torch:
+                module.torch = _proxy()  # type: ignore[attr-defined]
     for row in rows_for(device):
         _apply(row)
+
+
+def _uncompile(holder: Any) -> None:
+    """Puts back the functions that torch.compile has wrapped, in a module and in the classes that it defines."""
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
+            setattr(holder, name, value._torchdynamo_orig_callable)
+        elif isinstance(value, type) and value.__module__ == getattr(holder, "__name__", ""):
+            _uncompile(value)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def make_context(cfg: MegatronParallel, layout: Layout, device: Device, dtype: t
         dtype=dtype,
         layout=attrs.evolve(layout, dp_rank=rank // (layout.tp * layout.cp * layout.ep * layout.pp)),
         groups=process_groups(layout),
-        layers=provider(device),
+        layers=provider(device, dtype),
         options=tuple(recompute.items()) if cfg.recompute == "full" else (),
     )
 

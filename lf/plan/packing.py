@@ -12,11 +12,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from lf.models.spec import IGNORE
 from lf.plan.order import permutation
-
-IGNORE = -100
-"""Label of a position that is not trained, as in torch and transformers."""
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class EpochPlan:

@@ -62,7 +62,7 @@ def difference(value: Tensor | None, reference: Tensor) -> float | None:
 def compare(folder: Path, ctx: Ctx) -> Parity:
     """Returns how far lf is from a golden folder of a language model; raises ValueError for an unknown family."""
     start, file = open_start(str(folder), None), folder / "config.json"
-    recorded = load_file(folder / "io.safetensors")
+    recorded = load_file(folder / "io.safetensors", device=ctx.device.torch_type)
     model = build_model(start.model, ctx)
     held = placements(model, ctx)
     assert start.published is not None
@@ -94,7 +94,7 @@ def _batch(recorded: Mapping[str, Tensor], labels: bool) -> Batch:
     rows, length = tokens.shape
     batch: dict[str, Any] = {
         "tokens": tokens,
-        "positions": torch.arange(length).expand(rows, length),
+        "positions": torch.arange(length, device=tokens.device).expand(rows, length),
         "lengths": (length,) * rows,
         "ids": tuple(f"golden:{i}" for i in range(rows)),
         "count": tokens.numel(),

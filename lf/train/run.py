@@ -18,7 +18,7 @@ from lf.data.source import DataCtx, Rows, open_data
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
-from lf.models.hf_save import Source, load_source, store_source
+from lf.models.hf_save import Source, store_source
 from lf.models.spec import Ctx, Layout, ModelConfig, check_model, hf_config, paths, type_name, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import check_all_read, distributed, open_latest
@@ -28,7 +28,7 @@ from lf.train.loop import Job
 from lf.train.reader import Reader
 from lf.train.schedule import check_schedule
 from lf.train.sinks import open_progress, open_sinks
-from lf.train.start import SOURCE, Start, export, open_start
+from lf.train.start import SOURCE, export, from_checkpoint, open_start
 from lf.train.state import Engine, Published, TrainState
 
 TOKENIZER = "tokenizer"
@@ -88,7 +88,10 @@ def open_job(
     opened = open_latest(folder, comm=comm)
     for skipped in opened.skipped:
         say(f"skipped {skipped.path}: {skipped.reason}")
-    start = _resumed(folder, opened.reader) if opened.reader else open_start(run.init, run.model)
+    if opened.reader is None:
+        start = open_start(run.init, run.model)
+    else:
+        start = attrs.evolve(from_checkpoint(folder, opened.reader), published=None)
     layout = check_run(run, start.model, device, comm.world)
     tokenizer = _tokenizer(run, folder, resumed=opened.reader is not None)
     rows = _open(run.data, "data", run.seed, start.model, tokenizer)
@@ -101,11 +104,11 @@ def open_job(
         say(f"resumed from {opened.reader.path}")
     elif comm.rank == 0:
         _write_folder(run, folder, config_file, start.source, tokenizer)
-    files = {} if tokenizer is None else tokenizer.files
+    files, eos = ({}, None) if tokenizer is None else (tokenizer.files, tokenizer.eos)
 
     def save_hf(state: TrainState, name: str) -> None:
-        weights = engine.weights(state)
-        export(start.model, weights, folder / name, source=start.source, files=files, write=comm.rank == 0)
+        weights, write = engine.weights(state), comm.rank == 0
+        export(start.model, weights, folder / name, source=start.source, files=files, eos=eos, write=write)
 
     return Job(
         run=run,
@@ -131,7 +134,7 @@ def _check_folder(run: Run, folder: Path, say: Callable[[str], None]) -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"{folder} is no run folder: it has files but no config.json; choose another --out")
         return
-    old = from_json(saved.read_text(), source=str(saved))
+    old = from_json(saved.read_text(), source=str(saved), kind=Run)
     allowed, refused = resume_changes(old, run)
     if refused:
         lines = "\n".join(f"  {path}: {was} -> {now}" for path, was, now in refused)
@@ -141,15 +144,6 @@ def _check_folder(run: Run, folder: Path, say: Callable[[str], None]) -> None:
         )
     for path, was, now in allowed:
         say(f"resume changes {path}: {was} -> {now}")
-
-
-def _resumed(folder: Path, reader: Reader) -> Start:
-    source = folder / SOURCE
-    return Start(
-        model=from_json(reader.meta["model"], source=str(reader.path)),
-        published=None,
-        source=load_source(source) if source.is_dir() else None,
-    )
 
 
 def _tokenizer(run: Run, folder: Path, *, resumed: bool) -> Tokenizer | None:
@@ -200,7 +194,7 @@ def _write_folder(run: Run, folder: Path, config_file: Path, source: Source | No
     if source is not None:
         store_source(source, folder / SOURCE)
     if tokenizer is not None:
-        _write_files(folder / TOKENIZER, tokenizer.files)
+        write_files(folder / TOKENIZER, tokenizer.files)
     if config_file.suffix == ".py":
         shutil.copyfile(config_file, folder / config_file.name)
     part = folder / "config.json.part"
@@ -208,7 +202,8 @@ def _write_folder(run: Run, folder: Path, config_file: Path, source: Source | No
     part.replace(folder / "config.json")
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files by name into a folder, which is made where it is not there."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)

@@ -12,8 +12,9 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import attrs
 import torch
@@ -88,7 +89,9 @@ class Piece(Span):
     shape: tuple[int, ...]
     """Shape of the global tensor."""
     data: Tensor
-    """The elements: flat, on any device."""
+    """The elements: flat, on any device; on the meta device where `make` gives them."""
+    make: Callable[[], Tensor] | None = None
+    """Gives the elements when they are written, so that not all pieces need be in memory at once."""
 
     def __attrs_post_init__(self) -> None:
         if not fits(Box(self.at, self.size), self.shape) or not 0 <= self.start <= self.stop <= math.prod(self.size):
@@ -244,15 +247,21 @@ def write_shard(path: Path, shard: Shard) -> str:
     with open(path, "xb") as file:
         file.write(shard.head)
         for piece in shard.pieces:
-            for chunk in torch.split(piece.data.detach(), max(CHUNK_BYTES // piece.data.element_size(), 1)):
-                # A single element counts as contiguous at any stride, but only stride 1 can be seen as bytes.
-                flat = chunk.cpu().contiguous().as_strided((chunk.numel(),), (1,))
-                data = flat.view(torch.uint8).numpy().data
-                digest.update(data)
-                file.write(data)
+            _put(piece, file, digest)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def _put(piece: Piece, file: BinaryIO, digest: "hashlib._Hash") -> None:
+    elements = piece.data.detach() if piece.make is None else piece.make()
+    assert (elements.shape, elements.dtype) == (piece.data.shape, piece.data.dtype), piece.name
+    for chunk in torch.split(elements, max(CHUNK_BYTES // elements.element_size(), 1)):
+        # A single element counts as contiguous at any stride, but only stride 1 can be seen as bytes.
+        flat = chunk.cpu().contiguous().as_strided((chunk.numel(),), (1,))
+        data = flat.view(torch.uint8).numpy().data
+        digest.update(data)
+        file.write(data)
 
 
 def file_sha256(path: Path) -> str:

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lf.config import from_json
+from lf.config import from_json, load, load_function
+from lf.devices.device import Device
 from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
 from lf.models.hf_save import Source, load_source, save_folder
-from lf.models.spec import ModelConfig, Placed, weight_map
-from lf.train.checkpoint import CheckpointError, open_latest
+from lf.models.spec import Ctx, ModelConfig, Placed, build_model, paths, weight_map
+from lf.parallel.config import MegatronParallel, resolve
+from lf.train.checkpoint import Skipped, open_latest
 from lf.train.reader import Reader
-from lf.train.state import Published
+from lf.train.state import Published, initial_value
 
 SOURCE = "source"
 """Folder, beside the checkpoints, of what is remembered of an imported Hugging Face folder."""
@@ -33,19 +35,21 @@ class Start:
     """The Hugging Face folder that they came from, None for a model of the run's own."""
 
 
-def open_start(init: str, model: ModelConfig | None) -> Start:
+def open_start(init: str, model: ModelConfig | None, family: str = "") -> Start:
     """Returns what a run starts from: `init`, or random weights of `model` where it is empty.
 
-    Raises ValueError where neither says what the model is, or where they disagree about its tensors.
+    `family` is `FILE.py:NAME` of a family outside lf, a function from the fields of a config.json to a model. Raises
+    ValueError where nothing says what the model is, CheckpointError where a run folder has no good checkpoint.
     """
+    reader = load_function(family) if family else None
     if not init:
         if model is None:
             raise ValueError("model = None and init is empty, so there is nothing to train; set model, or init=FOLDER")
         return Start(model=model, published=None, source=None)
     path = Path(init).expanduser()
     if (path / "checkpoints").is_dir():
-        return _from_checkpoint(path, model)
-    found = model if model is not None else hf.read_config(path)
+        return from_checkpoint(path, newest(path)[0], model)
+    found = model if model is not None else hf.read_config(path, reader)
     folder = open_folder(path)
     table = weight_map(found)
     return Start(
@@ -53,41 +57,87 @@ def open_start(init: str, model: ModelConfig | None) -> Start:
         published=Published(
             check=functools.partial(weights.check, table, folder), read=functools.partial(weights.read, table, folder)
         ),
-        source=weights.remember(table, folder),
+        source=_restated(weights.remember(table, folder), model),
     )
 
 
-def _from_checkpoint(path: Path, model: ModelConfig | None) -> Start:
-    reader = open_latest(path).reader
-    if reader is None:
-        raise ValueError(f"init = {path} has no complete checkpoint; give a run folder that has one, or an HF folder")
-    found = model if model is not None else from_json(reader.meta["model"], source=str(reader.path))
+def open_saved(folder: Path, family: str = "") -> Start:
+    """Returns what a Hugging Face or run folder holds, for a process that has loaded no config. Else as `open_start`.
+
+    The copy of a run's config file is executed where the run has classes from there.
+    """
+    if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+        load(folder / "config.json")
+    return open_start(str(folder), None, family)
+
+
+def _restated(source: Source, model: ModelConfig | None) -> Source:
+    """Returns a source whose config.json states `model`; None is the model that it states already."""
+    if model is None or not source.config:
+        return source
+    return attrs.evolve(source, config=hf.config_bytes(model, source.config))
+
+
+def newest(folder: Path) -> tuple[Reader, tuple[Skipped, ...]]:
+    """Returns the newest good checkpoint of a run folder, and what was passed over. Raises as `open_start` does."""
+    opened = open_latest(folder)
+    if opened.reader is None:
+        raise ValueError(f"{folder} has no complete checkpoint; give a run folder that has one, or an HF folder")
+    return opened.reader, opened.skipped
+
+
+def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None) -> Start:
+    """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
+    found = model if model is not None else from_json(reader.meta["model"], source=str(reader.path), kind=ModelConfig)
 
     def check(shapes: Mapping[str, tuple[int, ...]]) -> None:
         saved = {n.removeprefix("weight/"): reader.shape(n) for n in reader.names if n.startswith("weight/")}
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
             told = ", ".join(f"{n}: {saved.get(n)} saved, {shapes.get(n)} in the model" for n in wrong[:3])
-            raise ValueError(f"init = {reader.path} has other tensors than the model ({len(wrong)}: {told}); set model=None")
+            raise ValueError(f"{reader.path} has other tensors than the model ({len(wrong)}: {told}); set model=None")
 
-    source = path / SOURCE
+    source = folder / SOURCE
     return Start(
         model=found,
-        published=Published(check=check, read=functools.partial(read_placed, reader, "weight")),
-        source=load_source(source) if source.is_dir() else None,
+        published=Published(check=check, read=functools.partial(_read, reader)),
+        source=_restated(load_source(source), model) if source.is_dir() else None,
     )
 
 
-def read_placed(reader: Reader, kind: str, placed: Placed) -> Tensor:
-    """Returns this rank's tensor of a kind (`weight`, `exp_avg`, ...) from a checkpoint, without padding."""
-    boxes = [(part, reader.read(f"{kind}/{placed.name}", part.at, part.size)) for part in placed.parts]
-    if len(boxes) == 1:
-        return boxes[0][1]
-    out = torch.zeros([max(p.local[i] + p.size[i] for p, _ in boxes) for i in range(len(placed.shape))])
-    out = out.to(boxes[0][1].dtype)
-    for part, box in boxes:
-        out[tuple(slice(a, a + n) for a, n in zip(part.local, part.size, strict=True))] = box
+def _read(reader: Reader, placed: Placed) -> Tensor:
+    name = f"weight/{placed.name}"
+    out = torch.zeros(weights.held_shape(placed), dtype=reader.dtype(name))
+    for part in placed.parts:
+        where = tuple(slice(first, first + n) for first, n in zip(part.local, part.size, strict=True))
+        out[where] = reader.read(name, part.at, part.size)
     return out
+
+
+def one_process(model: ModelConfig, device: Device) -> Ctx:
+    """Returns the context of a whole model in float32 in this process; torch.distributed must be up."""
+    if "megatron" not in paths(model):
+        return Ctx(device=device)
+    from lf.parallel.megatron import make_context
+
+    return make_context(MegatronParallel(), resolve(MegatronParallel(), 1), device, torch.float32)
+
+
+def load_model(start: Start, ctx: Ctx) -> nn.Module:
+    """Returns the model of a context with its published weights."""
+    assert start.published is not None
+    model = build_model(start.model, ctx).to(ctx.device.torch_type)
+    if ctx.groups is None:
+        held = [(param, weights.whole(name, tuple(param.shape))) for name, param in model.named_parameters()]
+    else:
+        from lf.parallel.megatron import placements
+
+        held = placements(model, ctx)
+    start.published.check({placed.name: placed.shape for _, placed in held})
+    with torch.no_grad():
+        for param, placed in held:
+            param.copy_(initial_value(start.model, 0, placed, param, start.published))
+    return model
 
 
 def export(
@@ -97,19 +147,19 @@ def export(
     *,
     source: Source | None,
     files: Mapping[str, bytes],
+    eos: int | None = None,
     write: bool,
 ) -> None:
     """Writes the weights as a Hugging Face folder; every rank calls it, the one with `write` writes.
 
-    Keys, dtypes and files are the source's where there is one. `files` are the tokenizer's.
+    Keys, dtypes, files and config.json are the source's where there is one. `files` are the tokenizer's, and `eos` is
+    its end-of-text token, which a config.json that is made here names.
     """
     tensors = weights.export(weight_map(model), get, source)
     if not write:
         for _ in tensors:
             pass
         return
+    config = (source.config if source else b"") or hf.config_bytes(model, eos=eos)
     kept = dict(source.files) if source else {}
-    save_folder(path, tensors, config=hf.config_bytes(model, source), files={**kept, **files}, source=source)
-
-
-__all__ = ["SOURCE", "CheckpointError", "Start", "export", "open_start", "read_placed"]
+    save_folder(path, tensors, config=config, files={**kept, **files}, source=source)

@@ -99,13 +99,16 @@ class TorchAttention(MegatronModule):
 
 
 @contextlib.contextmanager
-def key_value_cache(model: nn.Module) -> Iterator[None]:
-    """Lets every attention of a model keep the keys and values it has seen, until the block ends."""
+def key_value_cache(model: nn.Module) -> Iterator[bool]:
+    """Lets every attention of a model keep the keys and values it has seen, until the block ends.
+
+    Gives whether the model has such attention; TransformerEngine's keeps nothing.
+    """
     cores = [m for m in model.modules() if isinstance(m, TorchAttention)]
     for core in cores:
         core.cache = []
     try:
-        yield
+        yield bool(cores)
     finally:
         for core in cores:
             core.cache = None

@@ -1,9 +1,9 @@
 """The layer backends of the Megatron path: torch's own layers, or TransformerEngine's."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lf.devices.device import Device
 from lf.models.layers.attention import TorchAttention
+from lf.models.layers.fused import rms_norm, swiglu
 
 
 class TorchNorm(nn.Module):
@@ -26,7 +27,7 @@ class TorchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x of the same shape, normalised."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class TorchProvider(BackendSpecProvider):
@@ -58,16 +59,22 @@ class TorchProvider(BackendSpecProvider):
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
         """Returns the module of the experts and its parts."""
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return SequentialMLP, MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, activation_func=swiglu, linear_fc2=RowParallelLinear
+        )
 
-    def activation_func(self) -> None:
-        """Returns the activation module, None for the config's function."""
-        return
+    def activation_func(self) -> Callable[[Tensor], Tensor]:
+        """Returns the function between a gated layer's projections, for configs whose activation is SiLU."""
+        return swiglu
 
 
-def provider(device: Device) -> BackendSpecProvider:
-    """Returns the layer backend of a device: TransformerEngine where it can be used, else torch."""
-    if "transformer_engine" not in device.capabilities:
+def provider(device: Device, dtype: torch.dtype) -> BackendSpecProvider:
+    """Returns the layer backend of a device for parameters of a dtype: TransformerEngine's where it fits, else torch's.
+
+    TransformerEngine multiplies float32 matrices in TF32, and its fused attention takes 16-bit types only, so float32
+    runs on torch's layers everywhere.
+    """
+    if "transformer_engine" not in device.capabilities or dtype == torch.float32:
         return TorchProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 

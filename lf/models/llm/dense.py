@@ -12,7 +12,7 @@ from lf.models.decoder import Attention, DecoderConfig, Mlp, Norm
 from lf.models.layers.rope import Rope
 from lf.models.llm.fields import flag, number, whole
 from lf.models.llm.rope_config import read_rope, write_rope
-from lf.models.weights import Carried, Duplicate, FusedQkv, Padded, Rule, Same, Stack, WeightMap
+from lf.models.weights import Carried, Duplicate, FusedQkv, Rule, Same, Stack, WeightMap
 
 Kind = TypeVar("Kind", bound=DecoderConfig)
 
@@ -126,7 +126,7 @@ def weight_map(cfg: DecoderConfig) -> WeightMap:
     """Returns the map between canonical names and those of transformers' dense decoders, biases and norms included."""
     attention, _ = _parts(cfg)
     rules: list[Rule] = [
-        Padded("embedding.word_embeddings.weight", "model.embed_tokens.weight", rows=cfg.vocab),
+        Same("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
         Same("decoder.final_layernorm.weight", "model.norm.weight"),
         Carried("*.rotary_emb.inv_freq"),
     ]
@@ -135,7 +135,7 @@ def weight_map(cfg: DecoderConfig) -> WeightMap:
     if cfg.tied:
         rules.append(Duplicate("lm_head.weight", "model.embed_tokens.weight"))
     else:
-        rules.append(Padded("output_layer.weight", "lm_head.weight", rows=cfg.vocab))
+        rules.append(Same("output_layer.weight", "lm_head.weight"))
     return WeightMap(tuple(rules))
 
 

@@ -1,0 +1,131 @@
+"""Turns a Hugging Face folder into a checkpoint of lf and back, offline and tensor by tensor.
+
+What an import writes, and what `init` and an export read:
+
+    checkpoints/step_0/   the weights under canonical names, as `lf.train.checkpoint` saves them
+    source/               what an export needs to give the imported folder back
+    tokenizer/            the tokenizer's files, where the folder has them, and its config.json
+    report.json           one object for each tensor of the folder: key, rule, lf, shape, dtype, file
+
+An export has a `report.json` of the same form beside its weights.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from lf.config import load, load_function, to_json
+from lf.data.hf_tokenizer import FILES, read_tokenizer
+from lf.models import hf, weights
+from lf.models.hf_folder import HfFolder, open_folder
+from lf.models.hf_save import new_folder, store_source
+from lf.models.spec import weight_map
+from lf.models.weights import WeightMap
+from lf.train.checkpoint import Skipped, save
+from lf.train.run import TOKENIZER, write_files
+from lf.train.shards import Piece
+from lf.train.start import SOURCE, export, from_checkpoint, newest
+
+REPORT = "report.json"
+"""File of a converted folder that accounts for every tensor."""
+
+
+@attrs.frozen(kw_only=True)
+class Converted:
+    """What a conversion did."""
+
+    read: Path
+    """The folder that the weights came from."""
+    rows: list[dict[str, Any]]
+    """What `report.json` says of each tensor on the Hugging Face side."""
+    skipped: tuple[Skipped, ...] = ()
+    """Newer checkpoints that are damaged, so that an older one was exported: print them."""
+
+
+def import_folder(src: Path, dst: Path, family: str = "") -> Converted:
+    """Writes the weights of a Hugging Face folder as a checkpoint of lf, which `init` and `export_folder` take.
+
+    One tensor is in memory at a time; FP8 weights are dequantised to float32. `family` is as in `open_start`. `dst`
+    appears when it is complete. Raises ValueError where folder and model do not fit or `dst` has something in it,
+    CheckpointError and OSError where it cannot be written.
+    """
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise ValueError(f"{dst} is no empty folder; choose another one, or remove it first")
+    model = hf.read_config(src, load_function(family) if family else None)
+    folder, table = open_folder(src), weight_map(model)
+    weights.check(table, folder)
+    source, rows = weights.remember(table, folder), weights.report(table, folder)
+    tokenizer = {name: content for name, content in source.files if name in FILES}
+    with new_folder(dst, ()) as made:
+        store_source(source, made / SOURCE)
+        if tokenizer:
+            # Some tokenizers have no file of their own that names the end-of-text token.
+            write_files(made / TOKENIZER, {**tokenizer, "config.json": source.config})
+        write_files(made, {REPORT: _json(rows)})
+        pieces = (_piece(table, folder, *named) for named in weights.lf_shapes(table, folder).items())
+        save(made, 0, pieces, {"model": to_json(model), "tokens": 0})
+    return Converted(read=src, rows=rows)
+
+
+def export_folder(src: Path, dst: Path, family: str = "") -> Converted:
+    """Writes the newest good checkpoint of a run folder, or of an imported one, as a Hugging Face folder.
+
+    It is what the run itself exports at that step: keys, dtypes, split into files, config.json and tokenizer are those
+    of the folder that the weights came from, if there is one. One shard is in memory at a time. `family` is as in
+    `open_start`. Raises ValueError where `src` is no such folder or saving to `dst` would lose something,
+    CheckpointError where no checkpoint is good.
+    """
+    if not (src / "checkpoints").is_dir():
+        raise ValueError(f"{src} has no checkpoints; give a run folder of lf, or a folder that an import wrote")
+    if family:
+        load_function(family)
+    # A run's own config also brings the classes that its config file defines.
+    run = load(src / "config.json") if (src / "config.json").is_file() else None
+    dtype = None if run is None else getattr(torch, run.precision.params)
+    reader, skipped = newest(src)
+    start = from_checkpoint(src, reader)
+    table = weight_map(start.model)
+    held = (name.removeprefix("weight/") for name in reader.names if name.startswith("weight/"))
+    left = [name for name in held if name not in table.by_lf]
+    if left:
+        raise ValueError(
+            f"{reader.path} holds {len(left)} weights that this model does not have: {', '.join(left[:5])}; export it "
+            "with the lf, or the config file, that saved it"
+        )
+
+    def get(name: str) -> Tensor:
+        # A bfloat16 run saves its float32 main weights and exports those that compute.
+        tensor = reader.read(f"weight/{name}")
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    kept = src / TOKENIZER
+    files = {name: (kept / name).read_bytes() for name in FILES if (kept / name).is_file()}
+    eos = read_tokenizer(kept).eos if files and start.source is None else None
+    export(start.model, get, dst, source=start.source, files=files, eos=eos, write=True)
+    rows = weights.report(table, open_folder(dst))
+    write_files(dst, {REPORT: _json(rows)})
+    return Converted(read=reader.path, rows=rows, skipped=skipped)
+
+
+def _piece(table: WeightMap, folder: HfFolder, name: str, shape: tuple[int, ...]) -> Piece:
+    placed = weights.whole(name, shape)
+    size = math.prod(shape)
+    return Piece(
+        name=f"weight/{name}",
+        shape=shape,
+        at=(0,) * len(shape),
+        size=shape,
+        start=0,
+        stop=size,
+        data=torch.empty(size, dtype=weights.stored_dtype(table.by_lf[name], folder), device="meta"),
+        make=lambda: weights.read(table, folder, placed).view(-1),
+    )
+
+
+def _json(rows: list[dict[str, Any]]) -> bytes:
+    return (json.dumps(rows, indent=1) + "\n").encode()

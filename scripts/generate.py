@@ -1,0 +1,60 @@
+"""Continues a text with a language model: `python scripts/generate.py FOLDER --prompt TEXT`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import attrs
+import tyro
+
+from lf.models.generate import Sampling, allowance, generate, stream_text
+
+
+@attrs.frozen(kw_only=True)
+class Args(Sampling):
+    """Prints what a language model writes after a prompt, as it comes."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Run folder of lf, of which the newest checkpoint is taken, or Hugging Face folder; with its tokenizer."""
+    prompt: str = attrs.field(validator=attrs.validators.min_len(1))
+    """Text to continue."""
+    device: str = ""
+    """Name of the device (cpu, cuda, kunlun ...); empty takes the best one that is there."""
+    family: str = ""
+    """FILE.py:NAME of a function that reads the config.json of a family outside lf."""
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 1 error, 2 bad usage."""
+    args = tyro.cli(Args, args=argv, prog="generate.py")
+    from lf.train.loop import FAULTS
+
+    try:
+        _print(args)
+    except FAULTS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print(args: Args) -> None:
+    from lf.data.hf_tokenizer import read_tokenizer
+    from lf.devices.detect import detect
+    from lf.train.run import TOKENIZER, process_group
+    from lf.train.start import load_model, one_process, open_saved
+
+    device, start = detect(args.device), open_saved(args.folder, args.family)
+    inside = args.folder / TOKENIZER
+    tokenizer = read_tokenizer(inside if inside.is_dir() else args.folder)
+    prompt = tokenizer.encode_batch([args.prompt])[0]
+    allowance(start.model, prompt, args)
+    with process_group(device):
+        model = load_model(start, one_process(start.model, device))
+        ids = generate(start.model, model, prompt, args, eos=tokenizer.eos, device=device.torch_type)
+        for text in stream_text(tokenizer.decode, prompt, ids):
+            print(text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

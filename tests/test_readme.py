@@ -1,0 +1,87 @@
+"""What the README shows is what the code does."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lf
+from lf.models.decoder import DecoderConfig
+from lf.models.hf import READERS
+from lf.models.llm.dense import parameters
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def presets(module: Any) -> Iterator[tuple[str, DecoderConfig]]:
+    for name, value in vars(module).items():
+        if isinstance(value, DecoderConfig) and not name.endswith("tiny"):
+            yield name, value
+
+
+def family_table() -> str:
+    """Returns the table of families: a line for each prefix of presets, with sizes in billions of parameters."""
+    lines = ["| family | `model_type` | presets, with their parameters in billions |", "|---|---|---|"]
+    for path in sorted({reader.partition(":")[0] for reader in READERS.values()}):
+        module = importlib.import_module(path)
+        types: dict[str, list[str]] = {}
+        for name, cfg in presets(module):
+            types.setdefault(type(cfg).__name__, []).append(f"`{name}` {parameters(cfg) / 1e9:.2f}")
+        for kind, sizes in types.items():
+            lines.append(f"| `{path}.{kind}` | `{kind.lower()}` | {', '.join(sizes)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_families_is_that_of_the_code() -> None:
+    assert family_table() in README
+    assert {line.split("`")[3] for line in family_table().splitlines()[2:]} == set(READERS)
+
+
+def test_the_config_of_the_readme_trains_with_the_flags_it_shows(tmp_path: Path) -> None:
+    (tmp_path / "my_cfg.py").write_text(blocks("python")[0])
+    (tmp_path / "data").mkdir()
+    for i in range(12):
+        (tmp_path / "data" / f"{i}.txt").write_text(" ".join(f"token{(i * j) % 19}" for j in range(400)))
+    commands = [line.split("#")[0] for line in blocks("bash")[3].splitlines()]
+    assert commands[0].startswith("python scripts/train.py --cfg my_cfg.py --steps 10")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for command, expected in ((commands[0], "override steps: 20 -> 10"), (commands[2], "--optim.schedule.warmup")):
+        line = [sys.executable, "-W", "ignore", str(ROOT / "scripts/train.py"), *command.split()[2:]]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert expected in done.stdout
+    made = {entry.name for entry in (tmp_path / "runs/my_cfg").iterdir()}
+    promised = set(re.findall(r"^\| `([a-z_.]+)/?(?:step_<n>/)?`", README, flags=re.MULTILINE))
+    assert {"config.json", "metrics.jsonl", "checkpoints", "hf", "tokenizer", "loss.png"} <= made
+    assert {"metrics.jsonl", "hf", "loss.png"} <= promised | {"hf"}
+
+
+def test_the_fields_of_a_run_are_those_of_the_readme() -> None:
+    import attrs
+
+    text = README[README.index("The top fields of a run are") :].split(".")[0]
+    named = re.findall(r"`([a-z]+)`", text)
+    assert named == [field.name for field in attrs.fields(lf.Run)]
+    changing = next(line for line in README.splitlines() if "a resume may change" in line)
+    listed = re.findall(r"`([a-z]+)`", changing.split("may change")[1])
+    assert listed == [field.name for field in attrs.fields(lf.Run) if field.metadata.get("resume")]
+
+
+@pytest.mark.parametrize("path", re.findall(r"`((?:tests|docs|lf|scripts|examples)/[\w/.]+)`", README))
+def test_every_file_that_the_readme_names_exists(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_every_script_is_in_the_readme() -> None:
+    assert all(f"`{path.name}`" in README for path in (ROOT / "scripts").glob("*.py"))
