@@ -15,22 +15,24 @@ from lf.models.llm.qwen import Qwen3
 SOURCES = lf.TextData(
     paths=(sysconfig.get_paths()["stdlib"],),
     suffixes=(".py",),
-    exclude=("test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*", "encodings/*", "pydoc_data/*", "site-packages/*"),
+    exclude=("test/*", "*/test/*", "*/tests/*", "site-packages/*", "idlelib/*", "lib2to3/*", "encodings/*"),
     seq_len=256,
     part="train",
     held_out=0.02,
 )
 
+MODEL = Qwen3(
+    vocab=4096,
+    hidden=192,
+    layers=4,
+    attention=Attention(heads=6, kv_heads=2, head_dim=32, qk_norm=True),
+    mlp=Mlp(width=512),
+    max_length=256,
+    tied=True,
+)
+
 cfg = lf.Run(
-    model=Qwen3(
-        vocab=4096,
-        hidden=192,
-        layers=4,
-        attention=Attention(heads=6, kv_heads=2, head_dim=32, qk_norm=True),
-        mlp=Mlp(width=512),
-        max_length=256,
-        tied=True,
-    ),
+    model=MODEL,
     tokenizer=lf.TrainedBpe(vocab=4096),
     data=SOURCES,
     batch=16,
@@ -46,7 +48,7 @@ _EMAIL = attrs.evolve(SOURCES, paths=(sysconfig.get_paths()["stdlib"] + "/email"
 
 smoke = attrs.evolve(
     cfg,
-    model=attrs.evolve(cfg.model, vocab=512, hidden=64, layers=2, mlp=Mlp(width=128)),
+    model=attrs.evolve(MODEL, vocab=512, hidden=64, layers=2, mlp=Mlp(width=128)),
     tokenizer=lf.TrainedBpe(vocab=512, sample_bytes=200_000),
     data=_EMAIL,
     optim=lf.AdamW(lr=2e-2, schedule=lf.Cosine(warmup=5)),

@@ -1,6 +1,5 @@
 """Measures speed as ratios of runs that alternate in one process: `python scripts/bench.py peers`."""
 
-import functools
 import json
 import statistics
 import sys
@@ -12,7 +11,6 @@ from typing import Any, Literal
 
 import attrs
 import torch
-import torch.distributed as dist
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,6 +21,7 @@ from lf.models.decoder import Attention, DecoderConfig, Mlp
 from lf.models.llm.llama import Llama
 from lf.models.llm.qwen import Qwen3
 from lf.models.spec import Batch, fake_batch
+from lf.train.run import process_group
 from lf.train.start import export
 
 Family = Literal["llama", "qwen3"]
@@ -197,6 +196,11 @@ def summarise(pairs: list[tuple[tuple[float, float], ...]], model: str, length: 
     )
 
 
+def row(first: str, *rest: object) -> str:
+    """Returns a line of the table."""
+    return f"{first:8}" + "".join(f"{cell!s:>12}" for cell in rest)
+
+
 def peers(args: tyro.conf.OmitArgPrefixes[Peers]) -> int:
     """Compares lf with a plain transformers training loop; returns the exit code."""
     from transformers.utils import logging
@@ -204,20 +208,18 @@ def peers(args: tyro.conf.OmitArgPrefixes[Peers]) -> int:
     logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not args.json:
-        print(f"fp32 on a CPU, {torch.get_num_threads()} threads, {args.tokens} tokens a step, median of {args.pairs} pairs")
-        print(f"{'model':8}{'length':>8}{'rows':>6}{'lf tok/s':>11}{'peer tok/s':>12}{'ratio':>8}{'min-max':>13}{'cpu ratio':>11}")
+        print(f"fp32 on a CPU, threads {torch.get_num_threads()}, {args.tokens} tokens a step, {args.pairs} pairs")
+        print(row("model", "length", "rows", "lf tok/s", "peer tok/s", "ratio", "min-max", "cpu ratio"))
     try:
-        for r in compare_peers(args):
-            line = f"{r.model:8}{r.length:8}{r.rows:6}{r.ours:11.0f}{r.peer:12.0f}{r.ratio:8.2f}"
-            span = f"{r.low:.2f}-{r.high:.2f}"
-            print(json.dumps(attrs.asdict(r)) if args.json else f"{line}{span:>13}{r.cpu_ratio:11.2f}", flush=True)
+        with process_group(cpu):
+            for r in compare_peers(args):
+                speeds = f"{r.ours:.0f}", f"{r.peer:.0f}", f"{r.ratio:.2f}", f"{r.low:.2f}-{r.high:.2f}"
+                line = row(r.model, r.length, r.rows, *speeds, f"{r.cpu_ratio:.2f}")
+                print(json.dumps(attrs.asdict(r)) if args.json else line, flush=True)
     except DisagreementError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

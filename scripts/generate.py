@@ -41,7 +41,7 @@ def _print(args: Args) -> None:
     from lf.data.hf_tokenizer import read_tokenizer
     from lf.devices.detect import detect
     from lf.train.run import TOKENIZER, process_group
-    from lf.train.start import load_model, one_process, open_saved
+    from lf.train.start import load_model, local_context, open_saved
 
     device, start = detect(args.device), open_saved(args.folder, args.family)
     inside = args.folder / TOKENIZER
@@ -49,7 +49,7 @@ def _print(args: Args) -> None:
     prompt = tokenizer.encode_batch([args.prompt])[0]
     allowance(start.model, prompt, args)
     with process_group(device):
-        model = load_model(start, one_process(start.model, device))
+        model = load_model(start, local_context(start.model, device))
         ids = generate(start.model, model, prompt, args, eos=tokenizer.eos, device=device.torch_type)
         for text in stream_text(tokenizer.decode, prompt, ids):
             print(text, end="", flush=True)

@@ -61,7 +61,8 @@ def ragged(cfg: DecoderConfig, count: int, length: int, seed: int) -> list[dict[
         padding = lengths[-1] if i == count - 1 else 0
         if padding:
             labels[-padding:] = spec.IGNORE
-        rows.append({"tokens": tokens[:-1], "labels": labels, "lengths": lengths, "real": length - padding, "id": f"row{i}"})
+        row = {"tokens": tokens[:-1], "labels": labels, "lengths": lengths, "real": length - padding, "id": f"row{i}"}
+        rows.append(row)
     return rows
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,8 +21,8 @@ from lf.data.hf_tokenizer import read_tokenizer
 from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
 from lf.models.llm.llama import Llama
-from lf.train import checkpoint, convert, shards
-from lf.train.convert import Converted, export_folder, import_folder
+from lf.train import checkpoint, shards
+from lf.train.convert import export_folder, import_folder
 from lf.train.start import open_saved, open_start
 from scripts.convert import main
 from tests.test_hf_folder import CASES, COPIES, GOLDEN, changed, with_head
@@ -60,6 +60,7 @@ def test_import_then_export_gives_the_same_folder(tmp_path: Path, family: str, c
     for name, shape in kept[1].items():
         placed = weights.whole(name, shape)
         assert torch.equal(started.published.read(placed), weights.read(table, folder, placed)), name
+    assert not (tmp_path / "lf" / "source" / "files" / "report.json").exists()
     shutil.rmtree(original)
     exported = export_folder(tmp_path / "lf", tmp_path / "back")
     assert digests(tmp_path / "back") == expected

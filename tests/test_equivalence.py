@@ -63,12 +63,11 @@ def test_weights_after_three_steps_do_not_depend_on_the_split(workers: Workers, 
 
 
 def test_overlapped_communication_changes_no_number(workers: Workers) -> None:
-    plain = workers.run(2, one_step, "tied", 2, )
-    for overlap in (False,):
-        parallel = lf.MegatronParallel(overlap=overlap)
-        for (a, *rest), (b, *rest_) in zip(plain, workers.run(2, overlapped, parallel), strict=True):
-            assert rest == rest_
-            assert all(torch.equal(a[name], b[name]) for name in a)
+    plain = workers.run(2, one_step, "tied", 2)
+    apart = workers.run(2, overlapped, lf.MegatronParallel(overlap=False))
+    for (a, *rest), (b, *rest_) in zip(plain, apart, strict=True):
+        assert rest == rest_
+        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def overlapped(parallel: lf.MegatronParallel) -> Any:
@@ -76,12 +75,10 @@ def overlapped(parallel: lf.MegatronParallel) -> Any:
 
 
 def test_recompute_changes_no_number(workers: Workers) -> None:
-    (plain, *rest), *_ = workers.run(1, one_step, "untied", 4)
+    (kept, *rest), *_ = workers.run(1, one_step, "tied", 2)
     (again, *rest_), *_ = workers.run(1, overlapped, lf.MegatronParallel(recompute="full"))
-    (tied, *rest_t), *_ = workers.run(1, one_step, "tied", 2)
-    assert rest_ == rest_t
-    assert all(torch.equal(tied[name], again[name]) for name in tied)
-    assert plain.keys() != again.keys()
+    assert rest_ == rest
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
 def bfloat16_losses() -> Any:

@@ -31,7 +31,8 @@ def test_smoke(example: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    loss, entropy = re.findall(r"held-out loss ([\d.]+) nats a token; entropy of single tokens ([\d.]+)", done.stdout)[0]
+    line = r"held-out loss ([\d.]+) nats a token; entropy of single tokens ([\d.]+)"
+    loss, entropy = re.findall(line, done.stdout)[0]
     assert float(loss) < float(entropy)
     assert "sample, after the prompt" in done.stdout
     out = tmp_path / "out"

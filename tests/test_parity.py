@@ -1,4 +1,4 @@
-"""The decoder families against what transformers gives: recorded golden folders, and models of many shapes made here."""
+"""The decoder families against transformers: recorded golden folders, and models of many shapes made here."""
 
 import json
 import os

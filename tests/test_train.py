@@ -9,15 +9,13 @@ from typing import Any
 import attrs
 import pytest
 import torch
-import torch.distributed as dist
 
 import lf
 from lf.devices.cpu import cpu
 from lf.models.decoder import Mlp
 from lf.models.toy import Toy
 from lf.train import checkpoint
-from lf.train.comm import Comm
-from lf.train.loop import Ended, train
+from lf.train.loop import train
 from lf.train.run import open_job
 from lf.train.state import NonFiniteError
 from tests.cases import DENSE
@@ -180,18 +178,12 @@ def test_what_cannot_work_is_refused_before_the_first_step(
 
 
 def logits_of(folder: Path) -> Any:
-    from lf.models.spec import build_model, fake_text_batch, forward
-    from lf.parallel.config import resolve
-    from lf.parallel.megatron import make_context, placements
-    from lf.train.start import open_start
-    from lf.train.state import initial_value
+    from lf.models.spec import fake_text_batch, forward
+    from lf.train.start import load_model, local_context, open_start
 
-    ctx = make_context(lf.MegatronParallel(), resolve(lf.MegatronParallel(), 1), cpu, torch.float32)
     start = open_start(str(folder), None)
-    model = build_model(start.model, ctx)
+    model = load_model(start, local_context(start.model, cpu))
     with torch.no_grad():
-        for param, placed in placements(model, ctx):
-            param.copy_(initial_value(start.model, 0, placed, param, start.published))
         batch = {k: v for k, v in fake_text_batch(300, 2, 20, 0).items() if k != "labels"}
         return batch["tokens"], forward(start.model, model, batch)
 
@@ -220,7 +212,7 @@ def test_the_export_loads_in_transformers_and_starts_another_run(
     (first / "hf").rename(tmp_path / "gone")
     workers.run(1, go, attrs.evolve(tuned, steps=3), second, tmp_path)
     # A run folder of lf starts a run too.
-    third = attrs.evolve(tuned, init=str(second), steps=1)
+    third = attrs.evolve(tuned, init=str(second), steps=2)
     workers.run(1, go, third, tmp_path / "third", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""`scripts/train.py` as a user runs it: exit codes, signals, kills, several processes, and everything in one's own file."""
+"""`scripts/train.py` as a user runs it: exit codes, signals, kills, several processes, one's own classes."""
 
 import json
 import os
@@ -142,9 +142,7 @@ def test_a_users_own_family_optimiser_and_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_the_same_command_goes_on(
-    tmp_path: Path, number: signal.Signals, expected: int
-) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals, expected: int) -> None:
     config = write(tmp_path, 3000, 0)
     process = start(tmp_path, "--cfg", config)
     assert process.stdout is not None

@@ -70,7 +70,8 @@ def transformer_config(cfg: DecoderConfig, ctx: Ctx) -> TransformerConfig:
         sequence_parallel=layout.tp > 1,
         # lf draws weights from (seed, name) and divides by the weight of the global batch itself.
         perform_initialization=False,
-        use_cpu_initialization=ctx.device.torch_type == "cpu",
+        # megatron-core then leaves it to torch's default device where tensors are made, instead of the current card.
+        use_cpu_initialization=not _is_te(ctx),
         init_model_with_meta_device=ctx.meta,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,

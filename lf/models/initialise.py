@@ -26,7 +26,7 @@ def rule_for(cfg: ModelConfig, name: str) -> InitRule:
 
 
 def initial_tensor(cfg: ModelConfig, placed: Placed, local: Tensor, seed: int) -> Tensor:
-    """Returns fp32 initial values of this rank's tensor: the global tensor is drawn, then cut; rows of padding are 0."""
+    """Returns fp32 initial values of this rank's tensor: the global tensor is drawn, then cut; padded rows are 0."""
     rule = rule_for(cfg, placed.name)
     if rule.kind == "ones":
         whole = torch.ones(placed.shape)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lf.devices.device import Device
 
 Batch = Mapping[str, Any]
-"""What a family's `collate` makes: tensors by name; `ids`, the tuple of the sample ids of the rows; and `count`, how many
-tokens (or samples, where there are no tokens) it holds without padding."""
+"""What a family's `collate` makes: tensors by name; `ids`, the sample ids of the rows; and `count`, how many tokens
+(or samples, where there are no tokens) it holds without padding."""
 
 Output = Any
 """What `forward` returns: a tensor between pipeline stages, whatever `loss_terms` reads on the last one."""
@@ -240,7 +240,7 @@ def check_model(cfg: ModelConfig, data: Mapping[str, int]) -> None:
 
 
 def text_batch(rows: Sequence[Mapping[str, Any] | None]) -> Batch:
-    """Returns the micro-batch of rows of text: `tokens`, `labels` and `positions` [B, S], and `lengths` of the documents.
+    """Returns the micro-batch of rows of text: `tokens`, `labels`, `positions` [B, S], and `lengths` of the documents.
 
     A row has `tokens` and `labels` of S ids, the `lengths` of its documents, how many positions are `real` (the others
     are padding), and an `id`. Positions start again at every document.

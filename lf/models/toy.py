@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -6,8 +6,9 @@ rows that a device needs, once a process, before the first Megatron module is bu
 megatron-core, and a target that is not there.
 
 The largest CPU change is the proxy: inside megatron's own modules, and nowhere else, the name `torch` means a module in
-which "cuda" is the CPU. Two changes are process-wide because they replace methods of torch classes that can only raise
-on a CPU build: `Tensor.cuda` and `Tensor.record_stream`. A third, `Tensor.type`, holds inside `cuda_type_names` alone.
+which "cuda" is the CPU. Two changes are process-wide because they replace methods of torch classes: `Tensor.cuda` and
+`Tensor.record_stream`, which can only raise on a CPU build, and stay on the CPU where a card is there but not used. A
+third, `Tensor.type`, holds inside `cuda_type_names` alone.
 
 megatron-core decorates small functions with torch.compile when it is imported, which importing any part of it does
 already. Devices without fused kernels get the plain functions back.
@@ -168,9 +169,9 @@ class _Fallback(types.ModuleType):
 
 
 FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like randint "
-    "randn randn_like randperm tensor zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones"),
+    *("ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
 """Functions of torch that take a device."""
 
 
@@ -269,8 +270,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         target="transformer.attention:apply_rotary_pos_emb",
         make=_rotary,
-        why="upstream scales rope by one hard-coded rule and makes cos and sin again in every layer; lf's table has one "
-        "row a token, made once a micro-batch, for any scaling, packing and context parallelism",
+        why="upstream scales rope by one hard-coded rule and makes cos and sin again in every layer; lf's table has "
+        "one row a token, made once a micro-batch, for any scaling, packing and context parallelism",
         when="always",
     ),
     Row(
@@ -295,8 +296,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         target="optimizer.clip_grads:l2_norm_impl",
         make=_l2_norm,
-        why="upstream's own waits for the device once a parameter, and TransformerEngine's, taken wherever the package is "
-        "installed, runs on CUDA only",
+        why="upstream's own waits for the device once a parameter, and TransformerEngine's, taken wherever the "
+        "package is installed, runs on CUDA only",
         when="no_te",
     ),
     Row(

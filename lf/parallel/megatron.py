@@ -15,7 +15,10 @@ from lf.parallel.mcore_compat import cuda_type_names, prepare_megatron
 
 
 def process_groups(layout: Layout) -> Any:
-    """Returns megatron-core's ProcessGroupCollection of a layout; every rank of the world calls it, with torch.distributed up."""
+    """Returns megatron-core's ProcessGroupCollection of a layout.
+
+    Every rank of the world calls it, with torch.distributed up.
+    """
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -64,7 +67,7 @@ def make_context(cfg: MegatronParallel, layout: Layout, device: Device, dtype: t
     )
 
 
-def wrap(model: nn.Module, ctx: Ctx, *, overlap: bool) -> nn.Module:
+def wrap(model: Any, ctx: Ctx, *, overlap: bool) -> Any:
     """Returns the model inside megatron-core's DistributedDataParallel, which sums gradients in fp32."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -82,7 +85,7 @@ def wrap(model: nn.Module, ctx: Ctx, *, overlap: bool) -> nn.Module:
 def distributed_optimizer(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     groups: Sequence[dict[str, Any]],
-    chunks: Sequence[nn.Module],
+    chunks: Sequence[Any],
     ctx: Ctx,
 ) -> Any:
     """Returns megatron-core's DistributedOptimizer around the optimiser that `make` builds from parameter groups.
@@ -130,7 +133,7 @@ def owned_range(optimizer: Any, param: nn.Parameter) -> tuple[int, int, nn.Param
     return span.start, span.end, optimizer.optimizer.param_groups[group]["params"][index]
 
 
-def placements(model: nn.Module, ctx: Ctx) -> list[tuple[nn.Parameter, Placed]]:
+def placements(model: Any, ctx: Ctx) -> list[tuple[nn.Parameter, Placed]]:
     """Returns each parameter with its place in the global tensors, read from the module's own `sharded_state_dict`."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

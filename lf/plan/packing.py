@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lf.models.spec import IGNORE
 from lf.plan.order import permutation
 
+
 @attrs.frozen(kw_only=True, eq=False)
 class EpochPlan:
     """Where the documents and rows of one epoch stand."""

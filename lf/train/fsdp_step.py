@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf.models.initialise import seed_of
-from lf.models.spec import Batch, Ctx, Part, Placed, build_model, forward, loss_terms
+from lf.models.spec import Batch, Ctx, build_model, forward, loss_terms
+from lf.models.weights import whole
 from lf.train.config import Run
 from lf.train.optim import make_optimizer, param_groups, restore_state, state_tensors
 from lf.train.reader import Reader
@@ -40,12 +41,6 @@ def _sum(values: Tensor) -> Tensor:
     return values
 
 
-def _whole(name: str, tensor: Tensor) -> Placed:
-    shape = tuple(tensor.shape)
-    zero = (0,) * tensor.ndim
-    return Placed(name=name, shape=shape, parts=(Part(at=zero, local=zero, size=shape),))
-
-
 def torch_engine(run: Run, ctx: Ctx, published: Published | None = None) -> Engine:
     """Returns the torch path of a run: model with weights, optimiser and step on this rank."""
     assert run.model is not None
@@ -55,7 +50,7 @@ def torch_engine(run: Run, ctx: Ctx, published: Published | None = None) -> Engi
         published.check({name: tuple(param.shape) for name, param in model.named_parameters()})
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(initial_value(cfg, run.seed, _whole(name, param), param, published))
+            param.copy_(initial_value(cfg, run.seed, whole(name, tuple(param.shape)), param, published))
     optimizer = make_optimizer(run.optim, param_groups(model.named_parameters(), run.optim))
     return Engine(
         state=TrainState(chunks=(model,), optimizer=optimizer),
@@ -81,7 +76,7 @@ def torch_step(run: Run, ctx: Ctx) -> TrainStep:
         for batch in micro:
             torch.manual_seed(seed_of(run.seed, state.step + 1, "dropout", *batch["ids"]))
             terms = loss_terms(cfg, forward(cfg, model, batch), batch)
-            weighted_loss(cfg, terms, weights).backward()  # type: ignore[no-untyped-call]
+            weighted_loss(cfg, terms, weights).backward()
             done.append({name: value.detach() for name, value in terms.items()})
         loss, reported = combine(cfg, done, weights, _sum)
         norm = _reduce_gradients(model)
@@ -92,7 +87,7 @@ def torch_step(run: Run, ctx: Ctx) -> TrainStep:
         for group in state.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
         state.optimizer.step()
-        count = int(_sum(torch.tensor(float(sum(batch["count"] for batch in micro)), device=device)).item())
+        count = int(_sum(torch.tensor(sum(batch["count"] for batch in micro), device=device)).item())
         metrics = Metrics(loss=loss, terms=reported, grad_norm=norm, lr=rate, tokens=count)
         return attrs.evolve(state, step=state.step + 1, tokens=state.tokens + count), metrics
 

@@ -23,7 +23,6 @@ from lf.train.profile import profile_window
 from lf.train.sinks import Progress, Sinks
 from lf.train.state import Engine, Metrics, NonFiniteError, TrainState
 
-
 FAULTS = (ValueError, NotImplementedError, OSError, checkpoint.CheckpointError, NonFiniteError)
 """What can go wrong with a run through no fault of lf: the message says what, and no traceback is needed."""
 

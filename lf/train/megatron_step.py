@@ -41,6 +41,7 @@ from lf.train.state import (
     weighted_loss,
 )
 
+
 def megatron_engine(run: Run, ctx: Ctx, published: Published | None = None) -> Engine:
     """Returns the Megatron path of a run: model with weights, optimiser and step on this rank."""
     assert run.model is not None
@@ -115,7 +116,7 @@ def megatron_step(run: Run, ctx: Ctx) -> TrainStep:
         check_finite(state.step + 1, loss, norm, micro, done)
         rate = optim.lr * factor(optim.schedule, state.step + 1, run.steps)
         _update(state.optimizer, rate, optim.clip, norm)
-        count = int(reduce(torch.tensor(float(sum(batch["count"] for batch in micro)), device=device)).item())
+        count = int(reduce(torch.tensor(sum(batch["count"] for batch in micro), device=device)).item())
         metrics = Metrics(loss=loss, terms=terms, grad_norm=norm, lr=rate, tokens=count)
         return attrs.evolve(state, step=state.step + 1, tokens=state.tokens + count), metrics
 
@@ -155,10 +156,6 @@ def _update(optimizer: Any, rate: float, clip: float, norm: float) -> None:
     optimizer.step_with_ready_grads()
 
 
-def _inside(module: nn.Module) -> nn.Module:
-    return module.module  # type: ignore[return-value]
-
-
 def _cut(kind: str, placed: Placed, start: int, stop: int, tensor: Tensor) -> Iterator[Piece]:
     """Gives the pieces of a global tensor that `tensor`, elements [start, stop) of this rank's flattened one, covers.
 
@@ -183,7 +180,7 @@ def _cut(kind: str, placed: Placed, start: int, stop: int, tensor: Tensor) -> It
 
 def _shards(state: TrainState, ctx: Ctx) -> Iterator[tuple[Placed, int, int, nn.Parameter]]:
     for chunk in state.chunks:
-        for param, placed in placements(_inside(chunk), ctx):
+        for param, placed in placements(chunk.module, ctx):
             if (owned := owned_range(state.optimizer, param)) is not None:
                 yield placed, *owned
 
@@ -223,7 +220,7 @@ def _restore(state: TrainState, reader: Reader, ctx: Ctx) -> None:
 def _weights(state: TrainState, ctx: Ctx) -> Callable[[str], Tensor]:
     for chunk in state.chunks:
         chunk.start_param_sync(force_sync=True)
-    held = {placed.name: (param, placed) for c in state.chunks for param, placed in placements(_inside(c), ctx)}
+    held = {placed.name: (param, placed) for c in state.chunks for param, placed in placements(c.module, ctx)}
 
     def whole(name: str) -> Tensor:
         param, placed = held[name]

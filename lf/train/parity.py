@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lf.models import weights
 from lf.models.hf_folder import parse_config
-from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, build_model, forward, loss_terms, loss_weights, weight_map
+from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, forward, loss_terms, loss_weights, weight_map
 from lf.parallel.megatron import placements
-from lf.train.start import open_start
-from lf.train.state import initial_value, weighted_loss
+from lf.train.start import load_model, open_start
+from lf.train.state import weighted_loss
 
 TOLERANCES = {"logits": 1e-4, "loss": 2e-5, "grads": 1e-4}
 """Largest difference over the largest reference, in fp32, that an honest implementation may show."""
@@ -63,15 +63,9 @@ def compare(folder: Path, ctx: Ctx) -> Parity:
     """Returns how far lf is from a golden folder of a language model; raises ValueError for an unknown family."""
     start, file = open_start(str(folder), None), folder / "config.json"
     recorded = load_file(folder / "io.safetensors", device=ctx.device.torch_type)
-    model = build_model(start.model, ctx)
-    held = placements(model, ctx)
-    assert start.published is not None
-    start.published.check({placed.name: placed.shape for _, placed in held})
-    with torch.no_grad():
-        for param, placed in held:
-            param.copy_(initial_value(start.model, 0, placed, param, start.published))
+    model = load_model(start, ctx)
     outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, ctx)
-    known = {name: recorded[name] for name in recorded if name in ("logits", "loss") or name.endswith(("_logits", "_loss"))}
+    known = {name: value for name, value in recorded.items() if name.endswith(("logits", "loss"))}
     mask = recorded.get("attention_mask")
     kept = {name: _valid(value, mask) for name, value in known.items()}
     made = {name: _valid(value, mask) for name, value in outputs.items()}
@@ -116,7 +110,7 @@ def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor
     """Returns the gradients of the loss under Hugging Face names: they go through the weight map as weights do."""
     batch = _batch(recorded, labels=True)
     totals = {name: float(weight) for name, weight in loss_weights(cfg, batch).items()}
-    weighted_loss(cfg, loss_terms(cfg, forward(cfg, model, batch), batch), totals).backward()  # type: ignore[no-untyped-call]
+    weighted_loss(cfg, loss_terms(cfg, forward(cfg, model, batch), batch), totals).backward()
     by_name = {placed.name: param.grad for param, placed in placements(model, ctx)}
 
     def get(name: str) -> Tensor:

@@ -1,11 +1,11 @@
 """From a config to a job: everything that can be wrong with a run is found here, before its first step."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -45,7 +45,8 @@ def process_group(device: Device) -> Iterator[Comm]:
     if world > 1:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
         yield distributed()
     finally:
@@ -77,9 +78,7 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
     return resolve(run.parallel, world)
 
 
-def open_job(
-    run: Run, folder: Path, config_file: Path, device: Device, comm: Comm, say: Callable[[str], None]
-) -> Job:
+def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Comm, say: Callable[[str], None]) -> Job:
     """Returns the job of a run on this rank, at the step that its folder has reached.
 
     Raises ValueError for what is wrong with the run or its data, CheckpointError for what is wrong with its folder.
@@ -135,7 +134,9 @@ def _check_folder(run: Run, folder: Path, say: Callable[[str], None]) -> None:
             raise ValueError(f"{folder} is no run folder: it has files but no config.json; choose another --out")
         return
     old = from_json(saved.read_text(), source=str(saved), kind=Run)
-    allowed, refused = resume_changes(old, run)
+    # A run that takes its model from `init` has saved the one that it found there.
+    wanted = attrs.evolve(run, model=old.model) if run.init and run.model is None else run
+    allowed, refused = resume_changes(old, wanted)
     if refused:
         lines = "\n".join(f"  {path}: {was} -> {now}" for path, was, now in refused)
         raise ValueError(
@@ -189,12 +190,16 @@ def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
     return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.meta["tokens"]))
 
 
-def _write_folder(run: Run, folder: Path, config_file: Path, source: Source | None, tokenizer: Tokenizer | None) -> None:
+def _write_folder(
+    run: Run, folder: Path, config_file: Path, source: Source | None, tokenizer: Tokenizer | None
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if source is not None:
         store_source(source, folder / SOURCE)
     if tokenizer is not None:
-        write_files(folder / TOKENIZER, tokenizer.files)
+        # Some published tokenizers say what ends a text in the model's config.json alone.
+        eos = json.dumps({"eos_token_id": tokenizer.eos}).encode()
+        write_files(folder / TOKENIZER, {**tokenizer.files, "config.json": eos})
     if config_file.suffix == ".py":
         shutil.copyfile(config_file, folder / config_file.name)
     part = folder / "config.json.part"

@@ -114,7 +114,7 @@ def _read(reader: Reader, placed: Placed) -> Tensor:
     return out
 
 
-def one_process(model: ModelConfig, device: Device) -> Ctx:
+def local_context(model: ModelConfig, device: Device) -> Ctx:
     """Returns the context of a whole model in float32 in this process; torch.distributed must be up."""
     if "megatron" not in paths(model):
         return Ctx(device=device)

@@ -26,7 +26,7 @@ class TrainState:
     """Optimiser steps done."""
     tokens: int = 0
     """Tokens trained on so far, without padding."""
-    chunks: tuple[nn.Module, ...]
+    chunks: tuple[Any, ...]
     """The model of this rank: one module, or one for each virtual pipeline stage."""
     optimizer: Any
     """The optimiser of the train path."""

@@ -1,4 +1,4 @@
-"""What is said at the end of a run: held-out loss beside the entropy of single tokens, a sample, and where things are."""
+"""What is said at the end of a run: held-out loss beside the entropy of single tokens, a sample, where things are."""
 
 from collections import Counter
 
@@ -40,9 +40,7 @@ def sample(job: Job, ended: Ended, tokens: int = 60) -> tuple[str, str] | None:
     prompt = [int(i) for i in row["tokens"][: min(24, row["lengths"][0])]]
     model = getattr(ended.state.chunks[0], "module", ended.state.chunks[0])
     how = Sampling(tokens=tokens)
-    ids = list(
-        generate(job.run.model, model, prompt, how, eos=tokenizer.eos, device=job.device.torch_type)
-    )
+    ids = list(generate(job.run.model, model, prompt, how, eos=tokenizer.eos, device=job.device.torch_type))
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 

@@ -1,6 +1,6 @@
 """Core attention on torch's scaled_dot_product_attention, in megatron-core's interface.
 
-Shapes: S query positions, K key positions, B rows, N heads, G key heads, D head width, T tokens of a packed micro-batch.
+Shapes: S queries, K keys, B rows, N heads, G key heads, D head width, T tokens of a packed micro-batch.
 """
 
 import contextlib
@@ -64,9 +64,9 @@ class TorchAttention(MegatronModule):
         """Returns [S, B, N*D] from query [S, B, N, D] and key, value [K, B, G, D]; packed: [T, N*D] from [T, N, D]."""
         causal = (self.attn_mask_type if attn_mask_type is None else attn_mask_type) != AttnMaskType.no_mask
         if packed_seq_params is not None:
-            lengths = packed_seq_params.lengths
-            rows = zip(*(torch.split(t, lengths) for t in (query, key, value)), strict=True)
-            return torch.cat([self._attend(*(t.unsqueeze(1) for t in row), causal) for row in rows]).squeeze(1)
+            lengths = list(packed_seq_params.lengths)
+            rows = zip(*(torch.split(t.unsqueeze(1), lengths) for t in (query, key, value)), strict=True)
+            return torch.cat([self._attend(q, k, v, causal) for q, k, v in rows]).squeeze(1)
         if self.cache is not None:
             if self.cache:
                 key, value = torch.cat([self.cache[0], key]), torch.cat([self.cache[1], value])

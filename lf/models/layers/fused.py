@@ -14,11 +14,12 @@ from torch.autograd.function import once_differentiable
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension (RMSNorm, arXiv:1910.07467), in x's dtype.
 
-    On a CPU it is computed in fp32 by a formula of few passes; elsewhere by torch's own kernel.
+    On a CPU it is computed in fp32 (fp64 for fp64) in few passes; elsewhere by torch's own kernel.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _RmsNorm.apply(x.float(), weight.float(), eps).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _RmsNorm.apply(x.to(wide), weight.to(wide), eps).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):

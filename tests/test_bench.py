@@ -1,0 +1,88 @@
+"""The benchmark at sizes of no meaning: both sides compute the same, and the report holds together."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+import lf
+from lf.models.spec import fake_batch
+from scripts import bench
+
+ROOT = Path(__file__).parents[1]
+TINY = bench.Peers(lengths=(16, 24), tokens=48, hidden=24, layers=2, vocab=61, pairs=3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_both_sides_train_alike(one_process: None, tmp_path: Path, family: bench.Family) -> None:
+    model = bench.peer_model(family, TINY)
+    run = lf.Run(model=model, data=lf.TextData(paths=("unused",)), optim=lf.AdamW(lr=1e-2, eps=1e-3, clip=0.5))
+    ours, theirs = bench.megatron_side(run, tmp_path), bench.transformers_side(run, tmp_path)
+    losses = []
+    for _ in range(4):
+        (loss, norm), (their_loss, their_norm) = (step(fake_batch(model, 2, 24, seed=3)) for step in (ours, theirs))
+        assert loss == pytest.approx(their_loss, rel=1e-5)
+        assert norm == pytest.approx(their_norm, rel=1e-4)
+        losses.append(loss)
+    assert losses[-1] < losses[0]
+
+
+def test_every_case_gets_a_ratio(one_process: None) -> None:
+    found = list(bench.compare_peers(TINY))
+    assert [(r.model, r.length, r.rows) for r in found] == [
+        ("llama", 16, 3),
+        ("llama", 24, 2),
+        ("qwen3", 16, 3),
+        ("qwen3", 24, 2),
+    ]
+    for r in found:
+        assert 0 < r.low <= r.ratio <= r.high
+        assert min(r.ours, r.peer, r.cpu_ratio) > 0
+
+
+def test_ratios_are_medians_of_pairs() -> None:
+    pairs = [((2.0, 1.0), (1.0, 3.0)), ((1.0, 1.0), (3.0, 1.0)), ((4.0, 1.0), (6.0, 2.0))]
+    found = bench.summarise(pairs, "llama", 10, 2)
+    assert attrs.astuple(found) == ("llama", 10, 2, 10.0, 20 / 3, 1.5, 0.5, 3.0, 2.0)
+
+
+@pytest.mark.parametrize(("ours", "said"), [((2.0001, 1.0), "loss 2.0001"), ((2.0, float("nan")), "gradient norm nan")])
+def test_sides_that_disagree_are_not_timed(ours: tuple[float, float], said: str) -> None:
+    steps = []
+
+    def side(answer: tuple[float, float]) -> bench.Step:
+        return lambda batch: (steps.append(batch), answer)[1]
+
+    with pytest.raises(bench.DisagreementError, match=said):
+        bench.measure(side(ours), side((2.0, 1.0)), [{}, {}], "tiny")
+    assert len(steps) == 2
+
+
+def test_the_two_sides_take_turns() -> None:
+    turns: list[str] = []
+    sides = [lambda batch, name=name: (turns.append(name), (1.0, 1.0))[1] for name in "AB"]
+    assert len(bench.measure(*sides, [{}, {}, {}], "tiny")) == 2
+    assert turns == list("ABABAB")
+
+
+def run_script(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/bench.py", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def test_the_script_prints_a_json_line_a_case() -> None:
+    sizes = "--hidden 24 --layers 1 --vocab 61 --tokens 32 --lengths 16 32 --families qwen3 --pairs 2 --threads 1"
+    ran = run_script("peers", *sizes.split(), "--json")
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [(line["model"], line["length"], line["rows"]) for line in lines] == [("qwen3", 16, 2), ("qwen3", 32, 1)]
+    assert {field.name for field in attrs.fields(bench.Ratio)} == lines[0].keys()
+
+
+def test_an_unknown_command_is_bad_usage() -> None:
+    ran = run_script("nobody")
+    assert ran.returncode == 2
+    assert "peers" in ran.stderr
