@@ -107,7 +107,7 @@ def megatron_side(run: lf.Run, folder: Path) -> Step:
 
     assert isinstance(run.parallel, MegatronParallel)
     assert run.model is not None
-    engine = megatron_engine(run, make_context(run.parallel, resolve(run.parallel, 1), cpu, torch.float32))
+    engine = megatron_engine(run, run.model, make_context(run.parallel, resolve(run.parallel, 1), cpu, torch.float32))
     export(run.model, engine.weights(engine.state), folder, source=None, files={}, write=True)
     state = engine.state
 

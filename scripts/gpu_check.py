@@ -38,7 +38,8 @@ from lf.models.spec import IGNORE, Batch, Ctx, Layout, ModelConfig, text_batch
 from lf.models.toy import Toy
 from lf.train.comm import Comm
 from lf.train.run import process_group
-from lf.train.state import Engine, TrainState, weighted_loss
+from lf.train.state import Engine, TrainState
+from lf.train.step import weighted_loss
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "hf"
 LIMITS = {"parity": 1e-4, "loss": 1e-5, "gradients": 1e-4, "TF32 parity": 2e-2, "bfloat16 loss": 1e-2}
@@ -197,10 +198,10 @@ def _engine(ctx: Ctx, model: ModelConfig, optim: lf.OptimConfig | None = None, d
     if ctx.groups is None:
         from lf.train.fsdp_step import torch_engine
 
-        return torch_engine(attrs.evolve(run, parallel=lf.TorchParallel()), ctx)
+        return torch_engine(attrs.evolve(run, parallel=lf.TorchParallel()), model, ctx)
     from lf.train.megatron_step import megatron_engine
 
-    return megatron_engine(run, ctx)
+    return megatron_engine(run, model, ctx)
 
 
 def _inside(engine: Engine) -> nn.Module:
@@ -218,7 +219,7 @@ def _losses(engine: Engine, micro: Sequence[Batch], steps: int) -> tuple[list[fl
 def _recorded(ctx: Ctx, size: Size) -> dict[str, Any]:
     """Returns one loss with every gradient, the losses of three steps on both train paths, and a continuation."""
     from lf.parallel.megatron import placements
-    from lf.train.state import to_device, total_weights
+    from lf.train.step import to_device
 
     cfg, where = size.model, ctx.device.torch_type
     engine = _engine(ctx, cfg)
@@ -226,7 +227,7 @@ def _recorded(ctx: Ctx, size: Size) -> dict[str, Any]:
     rows = _rows(cfg, size.rows, size.length, seed=1)
     said: dict[str, Any] = {"continuation": list(_continuation(cfg, model, where))}
     batch = to_device(text_batch(rows), where)
-    weights = total_weights(cfg, [batch], lambda values: values, where)
+    weights = {name: float(weight) for name, weight in spec.loss_weights(cfg, batch).items()}
     terms = spec.loss_terms(cfg, spec.forward(cfg, model, batch), batch)
     loss = weighted_loss(cfg, terms, weights)
     loss.backward()

@@ -3,9 +3,12 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lf.devices.detect import apply_env, detect, render_env
-from lf.devices.kunlun import kunlun, kunlun_found
+from lf.devices.detect import apply_env, detect, early_env, render_env
+
+if TYPE_CHECKING:
+    from lf.train.loop import Ended, Job
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -24,8 +27,7 @@ def fail(error: Exception, code: int) -> int:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 error, 2 bad usage or config, 143 after SIGTERM, 130 after Ctrl-C."""
-    if kunlun_found():
-        apply_env(kunlun)  # The vendor's runtime reads it together with torch, which the config imports.
+    early = early_env()
     from lf import config
     from lf.launch import parse, split_name
 
@@ -36,26 +38,35 @@ def main(argv: list[str]) -> int:
         return fail(error, 2)
     for path, old, new in config.diff(base, run):
         say(f"override {path}: {old} -> {new}")
-    apply_env(device)
-    say(f"device {device.name}\n{render_env(device.env)}".rstrip())
+    say(f"device {device.name}\n{render_env((*early, *apply_env(device)))}".rstrip())
 
     from lf.train.loop import FAULTS, train
     from lf.train.run import open_job, process_group
+
+    opened = False
+    try:
+        with process_group(device) as comm:
+            job = open_job(run, Path(launch.out), split_name(launch.cfg)[0], device, comm, say)
+            opened = True
+            ended = train(job)
+            return 128 + ended.signal if ended.signal else close(job, ended)
+    except FAULTS as error:
+        return fail(error, 2 if isinstance(error, ValueError) and not opened else 1)
+
+
+def close(job: "Job", ended: "Ended") -> int:
+    """Says and draws on rank 0 what a finished run has come to."""
+    from lf.train.plot import plot_runs
     from lf.train.summary import summary
 
-    with process_group(device) as comm:
-        try:
-            job = open_job(run, Path(launch.out), split_name(launch.cfg)[0], device, comm, say)
-        except FAULTS as error:
-            return fail(error, 2 if isinstance(error, ValueError) else 1)
-        try:
-            ended = train(job)
-        except FAULTS as error:
-            return fail(error, 1)
-        if ended.signal:
-            return 128 + ended.signal
+    if RANK == 0:
         say(summary(job, ended))
-        return 0
+        try:
+            plot_runs([job.folder], job.folder / "loss.png")
+        except ValueError as error:
+            say(f"no loss.png: {error}")
+        say(f"run folder {job.folder}: metrics.jsonl, checkpoints/, hf/, loss.png")
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from lf.models import spec
 from lf.models.decoder import Attention, DecoderConfig, Mlp
 from lf.models.layers.rope import Rope
 from lf.models.llm.qwen import Qwen3
-from lf.models.spec import Batch, Ctx, text_batch
+from lf.models.spec import Batch, Ctx, Layout, text_batch
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.state import Engine
 
@@ -44,7 +44,8 @@ def megatron(run: lf.Run) -> tuple[Engine, Ctx]:
     ctx = make_context(
         run.parallel, resolve(run.parallel, dist.get_world_size()), cpu, getattr(torch, run.precision.params)
     )
-    return megatron_engine(run, ctx), ctx
+    assert run.model is not None
+    return megatron_engine(run, run.model, ctx), ctx
 
 
 def ragged(cfg: DecoderConfig, count: int, length: int, seed: int) -> list[dict[str, Any]]:
@@ -66,46 +67,55 @@ def ragged(cfg: DecoderConfig, count: int, length: int, seed: int) -> list[dict[
     return rows
 
 
-def dealt(rows: Sequence[dict[str, Any]], micro_batch: int, rank: int, world: int) -> list[Batch]:
-    """Returns the micro-batches of one rank: they are dealt in turn."""
+def dealt(rows: Sequence[dict[str, Any]], micro_batch: int, layout: Layout) -> list[Batch]:
+    """Returns the micro-batches of one rank: they are dealt to the data parallel ranks in turn."""
     micro = [text_batch(rows[i : i + micro_batch]) for i in range(0, len(rows), micro_batch)]
-    return micro[rank::world]
+    return micro[layout.dp_rank :: layout.dp]
 
 
 def gradients(engine: Engine, ctx: Ctx, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tensor], float, float]:
-    """Returns every gradient of one step by canonical name, its norm and the loss; the update is left out."""
+    """Returns every gradient of one step by canonical name, its norm and the loss; the update is left out.
+
+    Ranks that hold the same numbers are compared on the way.
+    """
     from lf.parallel.megatron import owned_range, placements
+    from lf.train.megatron_step import _cut
 
     optimizer = engine.state.optimizer
     optimizer.step_with_ready_grads = lambda: True
     _, metrics = engine.step(engine.state, batches)
     del optimizer.step_with_ready_grads
     held = []
-    for param, placed in placements(engine.state.chunks[0].module, ctx):
-        owned = owned_range(optimizer, param)
-        if owned is not None:
-            start, stop, shard = owned
-            held.append((placed.name, placed.shape, start, stop, shard.grad.clone()))
+    for param, placed in (pair for chunk in engine.state.chunks for pair in placements(chunk.module, ctx)):
+        if (owned := owned_range(optimizer, param)) is not None:
+            held += _cut("grad", placed, owned[0], owned[1], owned[2].grad)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, held)
     whole: dict[str, torch.Tensor] = {}
-    for name, shape, start, stop, grad in (piece for rank in everyone for piece in rank):
-        # Padded rows lie beyond the shape; their gradient is checked by its own test.
-        flat = whole.setdefault(name, torch.full((int(np.prod(shape)),), torch.nan))
-        flat[start : min(stop, flat.numel())] = grad[: max(0, min(stop, flat.numel()) - start)]
-    return {name: flat.view(-1) for name, flat in whole.items()}, metrics.grad_norm, metrics.loss
+    for piece in (piece for rank in everyone for piece in rank):
+        name = piece.name.removeprefix("grad/")
+        grad = whole.setdefault(name, torch.full(piece.shape, torch.nan))
+        box = grad[tuple(slice(a, a + n) for a, n in zip(piece.at, piece.size, strict=True))]
+        flat = box.clone().view(-1)
+        before = flat[piece.start : piece.stop]
+        twice = ~before.isnan()
+        assert torch.allclose(before[twice], piece.data[twice], rtol=1e-4, atol=1e-7), name
+        flat[piece.start : piece.stop] = piece.data
+        box.copy_(flat.view_as(box))
+    assert not any(grad.isnan().any() for grad in whole.values())
+    return whole, metrics.grad_norm, metrics.loss
 
 
 def trained(engine: Engine, batches: Sequence[Batch], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Returns the losses of some steps on the same micro-batches and the weights after them, by canonical name."""
+    """Returns the losses of some steps on the same micro-batches and, on rank 0, the weights after them by name."""
     state, losses = engine.state, []
     for _ in range(steps):
         state, metrics = engine.step(state, batches)
         losses.append(metrics.loss)
-    weights = engine.weights(state)
     names = {piece.name.removeprefix("weight/") for piece in engine.pieces(state) if piece.name.startswith("weight/")}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, names)
+    weights = engine.weights(state)
     return losses, {name: weights(name).clone() for name in sorted(set().union(*everyone))}
 
 

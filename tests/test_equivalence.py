@@ -1,11 +1,10 @@
-"""Every split of the same rows over ranks and micro-batches gives the loss, gradients and weights of one process."""
+"""Every layout and every split of the same rows gives the loss, gradients and weights of one process."""
 
 from typing import Any
 
 import attrs
 import pytest
 import torch
-import torch.distributed as dist
 
 import lf
 from lf.models.decoder import Attention
@@ -16,81 +15,139 @@ GATE = 5e-6
 """Largest difference over largest reference, in fp32."""
 
 MODELS = {
-    "untied": DENSE,
-    "tied": attrs.evolve(DENSE, tied=True),
-    "padded vocabulary": attrs.evolve(DENSE, vocab_multiple=64),
+    "untied": attrs.evolve(DENSE, layers=4),
+    "tied": attrs.evolve(DENSE, layers=4, tied=True),
+    "padded vocabulary": attrs.evolve(DENSE, layers=4, vocab_multiple=64, tied=True),
     "bias, window": attrs.evolve(
         DENSE,
+        layers=4,
         attention=Attention(heads=4, kv_heads=4, head_dim=12, qkv_bias=True, window=5, window_layers=(1,)),
     ),
 }
 
+P = lf.MegatronParallel
+LAYOUTS: dict[str, tuple[int, lf.MegatronParallel]] = {
+    "one micro-batch": (1, P(micro_batch=8)),
+    "dp2": (2, P(micro_batch=2)),
+    "dp2, four rows": (2, P(micro_batch=4)),
+    "tp2": (2, P(tp=2)),
+    "tp2 without sp": (2, P(tp=2, sp=False, micro_batch=2)),
+    "tp2, recompute": (2, P(tp=2, recompute="full")),
+    "tp2, selective": (2, P(tp=2, recompute="selective", recompute_modules=("core_attn", "mlp", "layernorm"))),
+    "pp2": (2, P(pp=2)),
+    "pp2, uneven": (2, P(pp=2, stages=(1, 3), micro_batch=2)),
+    "pp2 vpp2": (2, P(pp=2, vpp=2)),
+    "cp2": (2, P(cp=2)),
+    "cp2, two rows": (2, P(cp=2, micro_batch=2)),
+    "cp2 ulysses": (2, P(cp=2, cp_kind="ulysses")),
+    "pp4": (4, P(pp=4)),
+    "tp2 pp2": (4, P(tp=2, pp=2)),
+    "tp2 cp2": (4, P(tp=2, cp=2)),
+    "pp2 cp2": (4, P(pp=2, cp=2)),
+    "tp2 dp2": (4, P(tp=2)),
+    "pp2 vpp2 tp2": (4, P(pp=2, vpp=2, tp=2)),
+    "cp2 dp2": (4, P(cp=2)),
+}
+WIDE: dict[str, tuple[int, lf.MegatronParallel]] = {
+    "tp2 pp2 cp2": (8, P(tp=2, pp=2, cp=2)),
+    "tp2 pp2 dp2": (8, P(tp=2, pp=2)),
+    "tp4 dp2": (8, P(tp=4)),
+}
+"""Layouts of eight processes, in the full product only."""
 
-def one_step(model: str, micro_batch: int, **changes: Any) -> Any:
-    run = run_of(MODELS[model], optim=lf.AdamW(clip=0.0), **changes)
-    engine, ctx = megatron(run)
+_PAIRS = [(layout, list(MODELS)[i % len(MODELS)]) for i, layout in enumerate(LAYOUTS)]
+_FULL = [(layout, model) for layout in {**LAYOUTS, **WIDE} for model in MODELS if (layout, model) not in _PAIRS]
+
+
+def one_step(model: str, parallel: lf.MegatronParallel, **changes: Any) -> Any:
+    engine, ctx = megatron(run_of(MODELS[model], optim=lf.AdamW(clip=0.0), parallel=parallel, **changes))
     rows = ragged(DENSE, 8, 24, seed=3)
-    return gradients(engine, ctx, dealt(rows, micro_batch, dist.get_rank(), dist.get_world_size()))
+    return gradients(engine, ctx, dealt(rows, parallel.micro_batch, ctx.layout))
 
 
-def three_steps(model: str, micro_batch: int, optim: lf.OptimConfig) -> Any:
-    engine, _ = megatron(run_of(MODELS[model], optim=optim))
+def three_steps(model: str, parallel: lf.MegatronParallel, optim: lf.OptimConfig) -> Any:
+    engine, ctx = megatron(run_of(MODELS[model], optim=optim, parallel=parallel))
     rows = ragged(DENSE, 8, 24, seed=3)
-    return trained(engine, dealt(rows, micro_batch, dist.get_rank(), dist.get_world_size()), 3)
+    return trained(engine, dealt(rows, parallel.micro_batch, ctx.layout), 3)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_do_not_depend_on_the_split(workers: Workers, model: str) -> None:
-    (reference, norm, loss), *_ = workers.run(1, one_step, model, 8)
-    for world, micro_batch in ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4)):
-        for grads, norm_, loss_ in workers.run(world, one_step, model, micro_batch):
-            assert abs(loss_ - loss) <= GATE * loss
-            assert abs(norm_ - norm) <= GATE * norm
-            assert grads.keys() == reference.keys()
-            for name, grad in grads.items():
-                assert off(grad, reference[name]) <= GATE, (world, micro_batch, name)
+@pytest.fixture(scope="module")
+def reference(workers: Workers) -> Any:
+    made: dict[str, Any] = {}
+
+    def get(model: str) -> Any:
+        if model not in made:
+            (made[model],) = workers.run(1, one_step, model, P())
+        return made[model]
+
+    return get
+
+
+def _fits(model: str, parallel: lf.MegatronParallel) -> bool:
+    attention = MODELS[model].attention
+    assert isinstance(attention, Attention)
+    return attention.kv_heads % parallel.tp == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [*_PAIRS, *(pytest.param(layout, model, marks=pytest.mark.full) for layout, model in _FULL)],
+)
+def test_gradients_do_not_depend_on_the_layout(workers: Workers, reference: Any, layout: str, model: str) -> None:
+    world, parallel = {**LAYOUTS, **WIDE}[layout]
+    if not _fits(model, parallel):
+        parallel = attrs.evolve(parallel, tp=2)
+    grads, norm, loss = reference(model)
+    for grads_, norm_, loss_ in workers.run(world, one_step, model, parallel):
+        assert abs(loss_ - loss) <= GATE * loss
+        assert abs(norm_ - norm) <= GATE * norm
+        assert grads_.keys() == grads.keys()
+        for name, grad in grads_.items():
+            assert off(grad, grads[name]) <= GATE, name
 
 
 @pytest.mark.parametrize("optim", [lf.Sgd(lr=0.1, momentum=0.9), lf.AdamW(lr=1e-3, eps=1e-3)], ids=["sgd", "adamw"])
-def test_weights_after_three_steps_do_not_depend_on_the_split(workers: Workers, optim: lf.OptimConfig) -> None:
-    (losses, reference), *_ = workers.run(1, three_steps, "tied", 4, optim)
+@pytest.mark.parametrize("layout", ["one micro-batch", "dp2", "tp2", "pp2 vpp2", "cp2", "tp2 pp2"])
+def test_weights_after_three_steps_do_not_depend_on_the_layout(
+    workers: Workers, optim: lf.OptimConfig, layout: str
+) -> None:
+    (losses, expected), *_ = workers.run(1, three_steps, "tied", P(), optim)
     assert losses[2] < losses[0]
-    for world, micro_batch in ((1, 1), (2, 2)):
-        for losses_, weights in workers.run(world, three_steps, "tied", micro_batch, optim):
-            assert losses_ == pytest.approx(losses, rel=GATE)
-            for name, weight in weights.items():
-                assert off(weight, reference[name]) <= GATE, (world, micro_batch, name)
+    world, parallel = LAYOUTS[layout]
+    found = workers.run(world, three_steps, "tied", parallel, optim)
+    assert all(losses_ == pytest.approx(losses, rel=GATE) for losses_, _ in found)
+    weights = found[0][1]
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert off(weight, expected[name]) <= GATE, name
 
 
 def test_overlapped_communication_changes_no_number(workers: Workers) -> None:
-    plain = workers.run(2, one_step, "tied", 2)
-    apart = workers.run(2, overlapped, lf.MegatronParallel(overlap=False))
+    plain = workers.run(2, one_step, "tied", P(micro_batch=2))
+    apart = workers.run(2, one_step, "tied", P(micro_batch=2, overlap=False))
     for (a, *rest), (b, *rest_) in zip(plain, apart, strict=True):
         assert rest == rest_
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def overlapped(parallel: lf.MegatronParallel) -> Any:
-    return one_step("tied", 2, parallel=parallel)
-
-
 def test_recompute_changes_no_number(workers: Workers) -> None:
-    (kept, *rest), *_ = workers.run(1, one_step, "tied", 2)
-    (again, *rest_), *_ = workers.run(1, overlapped, lf.MegatronParallel(recompute="full"))
+    (kept, *rest), *_ = workers.run(1, one_step, "tied", P(micro_batch=2))
+    (again, *rest_), *_ = workers.run(1, one_step, "tied", P(micro_batch=2, recompute="full"))
     assert rest_ == rest
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
-def bfloat16_losses() -> Any:
-    run = run_of(DENSE, precision=lf.Precision(params="bfloat16"))
-    engine, _ = megatron(run)
+def bfloat16_losses(parallel: lf.MegatronParallel) -> Any:
+    run = run_of(MODELS["untied"], precision=lf.Precision(params="bfloat16"), parallel=parallel)
+    engine, ctx = megatron(run)
     rows = ragged(DENSE, 8, 24, seed=3)
-    return trained(engine, dealt(rows, 2, dist.get_rank(), dist.get_world_size()), 3)
+    return trained(engine, dealt(rows, parallel.micro_batch, ctx.layout), 3)
 
 
-def test_bfloat16_stays_near_float32(workers: Workers) -> None:
-    (reference, _), *_ = workers.run(1, three_steps, "untied", 2, lf.AdamW(lr=1e-3, eps=1e-3))
-    for world in (1, 2):
-        for losses, weights in workers.run(world, bfloat16_losses):
-            assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
-            assert losses == pytest.approx(reference, rel=2e-3)
+@pytest.mark.parametrize("layout", ["one micro-batch", "dp2", "tp2", "pp2", "cp2"])
+def test_bfloat16_stays_near_float32(workers: Workers, layout: str) -> None:
+    (expected, _), *_ = workers.run(1, three_steps, "untied", P(), lf.AdamW(lr=1e-3, eps=1e-3))
+    world, parallel = LAYOUTS[layout]
+    found = workers.run(world, bfloat16_losses, parallel)
+    assert all(losses == pytest.approx(expected, rel=2e-3) for losses, _ in found)
+    assert all(weight.dtype == torch.bfloat16 for weight in found[0][1].values())

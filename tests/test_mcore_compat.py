@@ -115,7 +115,7 @@ def test_names_of_torch_stay_what_they_were(fresh: dict[str, Any]) -> None:
 
 def test_another_release_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
-    with pytest.raises(RuntimeError, match=rf"megatron-core 0\.17\.0 is installed, but lf is written for {VERSION}"):
+    with pytest.raises(ValueError, match=rf"megatron-core 0\.17\.0 is installed, but lf is written for {VERSION}"):
         prepare_megatron.__wrapped__(cpu)
 
 
@@ -124,7 +124,7 @@ def test_the_installed_release_is_the_one_of_the_table() -> None:
 
 
 def test_a_process_stays_on_one_kind_of_device() -> None:
-    with pytest.raises(RuntimeError, match="this process uses megatron-core on cpu; start another one for cuda"):
+    with pytest.raises(ValueError, match="this process uses megatron-core on cpu; start another one for cuda"):
         prepare_megatron(CUDA)
 
 
@@ -155,7 +155,7 @@ def test_every_row_says_what_and_why() -> None:
 def test_a_missing_target_is_an_error(target: str) -> None:
     row = Row(target=target, make=lambda original: None, why="a test says so", when="always")
     with pytest.raises(
-        RuntimeError, match=rf"megatron-core has no {target}, which lf must change because a test says so"
+        ValueError, match=rf"megatron-core has no {target}, which lf must change because a test says so"
     ):
         mcore_compat._apply(row)
 
@@ -171,7 +171,7 @@ def test_outside_megatron_cuda_is_still_not_there() -> None:
         lambda: torch.zeros(2).to("cuda"),
     ]
     for call in calls:
-        with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
+        with pytest.raises((ValueError, AssertionError), match=r"CUDA|NVIDIA"):
             call()
     assert not torch.cuda.is_available()
 

@@ -29,7 +29,6 @@ from lf.models.spec import IGNORE, Ctx, Layout, text_batch
 from lf.parallel.config import MegatronParallel
 from lf.parallel.mcore_compat import prepare_megatron
 from lf.parallel.megatron import make_context
-from lf.train.state import total_weights
 from tests.cases import DENSE, dealt, gradients, megatron, off, ragged, run_of
 from tests.workers import Workers
 
@@ -351,7 +350,7 @@ def run(
     cfg: DecoderConfig, model: torch.nn.Module, batches: Sequence[spec.Batch]
 ) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Returns logits [T, V] of the micro-batches one after the other, their loss, and every gradient of it."""
-    weights = total_weights(cfg, batches, lambda values: values, "cpu")
+    weights = {"lm": sum(float(spec.loss_weights(cfg, batch)["lm"]) for batch in batches)}
     model.zero_grad()
     logits, loss = [], 0.0
     for batch in batches:

@@ -13,15 +13,17 @@ import torch
 import lf
 from lf.devices.cpu import cpu
 from lf.models.decoder import Mlp
+from lf.models.spec import fake_text_batch
 from lf.models.toy import Toy
 from lf.train import checkpoint
 from lf.train.loop import train
 from lf.train.run import open_job
-from lf.train.state import NonFiniteError
+from lf.train.step import NonFiniteError
 from tests.cases import DENSE
 from tests.workers import Workers
 
 GATE = 5e-6
+BF16 = lf.Precision(params="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,36 @@ def test_ranks_may_change_between_resumes(workers: Workers, corpus: Path, tmp_pa
         assert ours.get("tokens") == reference.get("tokens")
 
 
+WALK = [
+    (4, lf.MegatronParallel(micro_batch=2, tp=2, pp=2)),
+    (1, lf.MegatronParallel(micro_batch=2)),
+    (2, lf.MegatronParallel(micro_batch=1)),
+    (2, lf.MegatronParallel(micro_batch=2, cp=2)),
+    (2, lf.MegatronParallel(micro_batch=2, pp=2, vpp=2)),
+    (4, lf.MegatronParallel(micro_batch=1, pp=4)),
+]
+"""Worlds and layouts that a run passes through."""
+
+
+def test_a_run_goes_on_in_any_other_layout(workers: Workers, corpus: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = small_run(corpus, steps=len(WALK), eval=lf.Eval(), save=lf.Save())
+    base = attrs.evolve(base, model=attrs.evolve(base.model, layers=4, tied=True, vocab=301))
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    workers.run(1, go, base, whole, tmp_path)
+    for step, (world, parallel) in enumerate(WALK, 1):
+        stop = step if step < len(WALK) else 0
+        for lines, number in workers.run(world, go, attrs.evolve(base, parallel=parallel), moved, tmp_path, stop):
+            assert number == (signal.SIGTERM if stop else 0), lines
+    for ours, reference in zip(metrics(moved), metrics(whole), strict=True):
+        assert all(ours[key] == pytest.approx(reference[key], rel=1e-4) for key in ours), (ours, reference)
+    # The last layout spreads the model over four ranks; its export is one model.
+    models = [AutoModelForCausalLM.from_pretrained(folder / "hf") for folder in (moved, whole)]
+    for (name, a), (_, b) in zip(*(model.state_dict().items() for model in models), strict=True):
+        assert torch.allclose(a, b, atol=2e-5), name
+
+
 def test_a_second_start_of_a_finished_run_changes_nothing(workers: Workers, corpus: Path, tmp_path: Path) -> None:
     run, folder = small_run(corpus, "toy", steps=2), tmp_path / "run"
     workers.run(1, go, run, folder, tmp_path)
@@ -145,11 +177,11 @@ def test_a_folder_with_another_config_is_refused(workers: Workers, corpus: Path,
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(workers: Workers, corpus: Path, tmp_path: Path) -> None:
     run = small_run(corpus, optim=lf.AdamW(lr=1e30, clip=0.0), save=lf.Save(every=1, keep=9))
-    for world, text in ((1, ""), (2, "rank 1: ")):
+    for world, text in ((1, "rank 0: "), (2, "rank 1: ")):
         folder = tmp_path / f"run{world}"
         for answer in workers.run(world, refusal, run, folder, tmp_path):
             assert answer.startswith("NonFiniteError: step 2: loss "), answer
-            assert "00.txt" in answer or ".txt" in answer
+            assert ".txt" in answer
             assert text in answer
         assert checkpoint.latest(folder).step == 1  # type: ignore[union-attr]
 
@@ -158,7 +190,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(workers: Workers, cor
     ("change", "expected"),
     [
         ({"parallel": lf.TorchParallel()}, "MegatronParallel"),
-        ({"parallel": lf.MegatronParallel(tp=2)}, "parallel.tp"),
+        ({"parallel": lf.MegatronParallel(tp=2)}, "parallel.tp * cp * pp = 2"),
+        ({"model": Toy(vocab=300), "parallel": lf.TorchParallel(), "precision": BF16}, "precision.params"),
         ({"model": attrs.evolve(DENSE, vocab=299)}, "model.vocab >= 300"),
         ({"model": attrs.evolve(DENSE, vocab=300, max_length=31)}, "max_length"),
         ({"tokenizer": None}, "tokenizer"),
@@ -214,6 +247,42 @@ def test_the_export_loads_in_transformers_and_starts_another_run(
     # A run folder of lf starts a run too.
     third = attrs.evolve(tuned, init=str(second), steps=2)
     workers.run(1, go, third, tmp_path / "third", tmp_path)
+
+
+def half_made(folder: Path) -> None:
+    """Leaves what a run leaves that is killed while it makes its folder."""
+    (folder.parent / f".{folder.name}.new" / "tokenizer").mkdir(parents=True)
+
+
+def test_a_run_that_died_while_its_folder_was_made_starts_again(workers: Workers, corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    half_made(folder)
+    workers.run(1, go, small_run(corpus, "toy", steps=2), folder, tmp_path)
+    assert sorted(entry.name for entry in folder.iterdir()) == sorted(
+        ["checkpoints", "config.json", "hf", "metrics.jsonl", "tokenizer"]
+    )
+    assert not list(tmp_path.glob(".run*"))
+
+
+def masked() -> str:
+    from lf.models.spec import Ctx
+    from lf.train.fsdp_step import torch_engine
+
+    cfg = Toy(vocab=300)
+    run = small_run(Path("unused"), "toy")
+    engine = torch_engine(run, cfg, Ctx(device=cpu))
+    batch = fake_text_batch(300, 2, 8, 0)
+    silent = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    try:
+        engine.evaluate(engine.state, [[silent]])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_held_out_data_without_a_trained_position_is_an_error(workers: Workers) -> None:
+    (text,) = workers.run(1, masked)
+    assert "no position to score" in text
 
 
 def test_unequal_batches_are_filled_with_rows_of_no_weight(workers: Workers, corpus: Path, tmp_path: Path) -> None:

@@ -36,18 +36,19 @@ def step_rows(step: int, batch: int) -> range:
 
 
 def micro_batches(
-    rows: Rows, *, step: int, batch: int, micro_batch: int, dp: int, dp_rank: int
+    rows: Rows, *, step: int, batch: int, micro_batch: int, dp: int, dp_rank: int, rounds: int = 1
 ) -> list[list[Row | None]]:
     """Returns the micro-batches that a data parallel rank takes at a step.
 
     Micro-batch m of the step is its rows from m * `micro_batch` on, and goes to rank m % `dp`. Every rank gets the same
-    number of micro-batches, all of `micro_batch` rows; None, a row of weight zero, fills what is missing at the end.
+    number of micro-batches, a multiple of `rounds`, all of `micro_batch` rows; None, a row of weight zero, fills what
+    is missing at the end.
     """
-    return _share(rows, step_rows(step, batch), micro_batch, dp, dp_rank)
+    return _share(rows, step_rows(step, batch), micro_batch, dp, dp_rank, rounds)
 
 
 def eval_batches(
-    rows: Rows, *, batch: int, micro_batch: int, dp: int, dp_rank: int, batches: int = 0
+    rows: Rows, *, batch: int, micro_batch: int, dp: int, dp_rank: int, rounds: int = 1, batches: int = 0
 ) -> Iterator[list[list[Row | None]]]:
     """Yields the micro-batches of a rank for each global batch of an evaluation.
 
@@ -56,12 +57,12 @@ def eval_batches(
     """
     starts = range(0, len(rows), batch)
     for start in starts[:batches] if batches else starts:
-        yield _share(rows, range(start, min(start + batch, len(rows))), micro_batch, dp, dp_rank)
+        yield _share(rows, range(start, min(start + batch, len(rows))), micro_batch, dp, dp_rank, rounds)
 
 
-def _share(rows: Rows, wanted: range, micro_batch: int, dp: int, dp_rank: int) -> list[list[Row | None]]:
-    rounds = -(-len(wanted) // (micro_batch * dp))
-    starts = [(turn * dp + dp_rank) * micro_batch for turn in range(rounds)]
+def _share(rows: Rows, wanted: range, micro_batch: int, dp: int, dp_rank: int, rounds: int) -> list[list[Row | None]]:
+    turns = -(-len(wanted) // (micro_batch * dp * rounds)) * rounds
+    starts = [(turn * dp + dp_rank) * micro_batch for turn in range(turns)]
     return [
         [rows.row(*locate(rows, wanted[at])) if at < len(wanted) else None for at in range(start, start + micro_batch)]
         for start in starts

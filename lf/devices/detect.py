@@ -67,6 +67,11 @@ def apply_env(device: Device) -> tuple[EnvVar, ...]:
     return missing
 
 
+def early_env() -> tuple[EnvVar, ...]:
+    """Sets what a vendor's runtime reads together with torch, and returns it. Scripts call it before anything else."""
+    return apply_env(kunlun) if kunlun_found() else ()
+
+
 def render_env(env: tuple[EnvVar, ...]) -> str:
     """Returns the variables as aligned lines `NAME=value  # why`, fit to be pasted into a shell."""
     pairs = [(f"{var.name}={var.value}", var.why) for var in env]

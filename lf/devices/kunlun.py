@@ -50,7 +50,7 @@ _ENV = (
 
 # streams is not claimed: the public guides train without overlap, in bf16. No public figure of the peak was found.
 kunlun = Device(
-    name="kunlun-p800",
+    name="kunlun",
     torch_type="cuda",
     backend="nccl",
     capabilities=frozenset({"bf16"}),

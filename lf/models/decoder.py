@@ -13,7 +13,7 @@ from attrs.validators import and_, ge, gt, le
 from torch import Tensor, nn
 
 from lf.models import spec
-from lf.models.layers.rope import Rope
+from lf.models.layers.rope import DynamicScaling, Rope
 
 
 @attrs.frozen(kw_only=True)
@@ -131,10 +131,71 @@ def _(cfg: DecoderConfig, data: Mapping[str, int]) -> None:
         )
 
 
+@spec.check_layout.register
+def _(cfg: DecoderConfig, layout: spec.Layout, length: int) -> None:
+    a, m = cfg.attention, cfg.mlp
+    assert isinstance(a, Attention)
+    assert isinstance(m, Mlp)
+    for name, value, axis in (
+        ("model.attention.heads", a.heads, "tp"),
+        ("model.attention.kv_heads", a.kv_heads, "tp"),
+        ("model.mlp.width", m.width, "tp"),
+    ):
+        if value % getattr(layout, axis):
+            raise ValueError(
+                f"parallel.{axis} = {getattr(layout, axis)} does not divide {name} = {value}; lower parallel.{axis}"
+            )
+    chunks = layout.pp * layout.vpp
+    if layout.stages and sum(layout.stages) != cfg.layers:
+        raise ValueError(
+            f"parallel.stages = {layout.stages} has {sum(layout.stages)} layers, but model.layers = {cfg.layers}"
+        )
+    if not layout.stages and cfg.layers < chunks:
+        raise ValueError(
+            f"model.layers = {cfg.layers} cannot fill parallel.pp * parallel.vpp = {chunks} chunks; lower one of them"
+        )
+    pieces = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
+    if length % pieces and layout.cp == 1:
+        raise ValueError(
+            f"rows of {length} tokens cannot be shared by parallel.tp = {layout.tp} ranks (parallel.sp); "
+            f"make data.seq_len a multiple of {pieces}, or set parallel.sp to False"
+        )
+    if length % pieces:
+        raise ValueError(
+            f"rows of {length} tokens cannot be cut in {pieces} equal pieces, two for each of parallel.cp = {layout.cp}"
+            f" ranks (times parallel.tp with parallel.sp); make data.seq_len a multiple of {pieces}"
+        )
+    if layout.cp > 1 and layout.cp_kind == "ulysses" and a.kv_heads % (layout.tp * layout.cp):
+        raise ValueError(
+            f"parallel.cp_kind = 'ulysses' needs tp * cp = {layout.tp * layout.cp} to divide "
+            f"model.attention.kv_heads = {a.kv_heads}; use cp_kind = 'gather', or lower cp"
+        )
+    if layout.cp > 1 and isinstance(cfg.rope.scaling, DynamicScaling):
+        raise ValueError(
+            "dynamic rope scaling follows the longest sequence, which a context parallel rank does not see; "
+            "set parallel.cp to 1"
+        )
+
+
+@spec.slice_batch.register
+def _(cfg: DecoderConfig, batch: spec.Batch, layout: spec.Layout) -> spec.Batch:
+    """The micro-batch becomes one packed row; a rank has pieces r and 2 cp - 1 - r of its 2 cp equal pieces.
+
+    So every rank has as many early tokens, which see little, as late ones, which see much. Pipeline stages take every
+    micro-batch packed, because they agree on one shape.
+    """
+    if layout.cp == 1:
+        return {**batch, "packed": layout.pp > 1}
+    cut = {name: batch[name].reshape(2 * layout.cp, -1) for name in ("tokens", "labels", "positions") if name in batch}
+    mine = [layout.cp_rank, 2 * layout.cp - 1 - layout.cp_rank]
+    own = {name: pieces[mine].reshape(1, -1) for name, pieces in cut.items()}
+    return {**batch, **own, "count": batch["count"] / layout.cp, "packed": True}
+
+
 @spec.forward.register
 def _(cfg: DecoderConfig, model: nn.Module, batch: spec.Batch) -> spec.Output:
     # A micro-batch whose rows hold several documents runs as one packed row, so that no token sees another document.
-    packed = len(batch["lengths"]) > batch["tokens"].shape[0]
+    packed = batch.get("packed", False) or len(batch["lengths"]) > batch["tokens"].shape[0]
     shape = (1, -1) if packed else batch["tokens"].shape
     labels = batch.get("labels")
     return model(
@@ -173,8 +234,8 @@ def _(cfg: DecoderConfig, output: spec.Output, batch: spec.Batch) -> dict[str, T
 
 
 @spec.collate.register
-def _(cfg: DecoderConfig, rows: Sequence[Mapping[str, Any] | None]) -> spec.Batch:
-    return spec.text_batch(rows)
+def _(cfg: DecoderConfig, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
+    return spec.text_batch(rows, like)
 
 
 @spec.fake_batch.register

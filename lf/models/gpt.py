@@ -24,7 +24,7 @@ from torch import Tensor
 from lf.models.decoder import Attention, DecoderConfig, Mlp
 from lf.models.layers.loss import token_losses
 from lf.models.layers.rope import DynamicScaling, rope_table
-from lf.models.spec import IGNORE, Ctx
+from lf.models.spec import IGNORE, Ctx, Layout
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -65,12 +65,22 @@ def transformer_config(cfg: DecoderConfig, ctx: Ctx) -> TransformerConfig:
         bf16=ctx.dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=stage_layout(cfg, layout) if layout.pp > 1 else None,
+        # Batched sends to the next and the previous stage meet on one rank when there are two, and gloo mixes them up.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
+        cp_comm_type="a2a" if layout.cp_kind == "ulysses" else "all_gather",
         expert_model_parallel_size=layout.ep,
-        sequence_parallel=layout.tp > 1,
-        # lf draws weights from (seed, name) and divides by the weight of the global batch itself.
-        perform_initialization=False,
-        # megatron-core then leaves it to torch's default device where tensors are made, instead of the current card.
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sp,
+        # lf draws weights from (seed, name) and divides by the weight of the global batch itself. megatron-core's
+        # initialisation still runs, because it is what marks the parameters that tensor parallel ranks share.
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        # It is then torch's default device that decides where tensors are made, instead of the current card.
         use_cpu_initialization=not _is_te(ctx),
         init_model_with_meta_device=ctx.meta,
         calculate_per_token_loss=True,
@@ -83,6 +93,20 @@ def transformer_config(cfg: DecoderConfig, ctx: Ctx) -> TransformerConfig:
         **windowed,
         **dict(ctx.options),
     )
+
+
+def _keep(weight: Tensor) -> Tensor:
+    return weight
+
+
+def stage_layout(cfg: DecoderConfig, layout: Layout) -> list[list[str]]:
+    """Returns what each pipeline chunk holds, in megatron-core's words and in the order of the layers."""
+    chunks = layout.pp * layout.vpp
+    counts = layout.stages or [cfg.layers // chunks + (i < cfg.layers % chunks) for i in range(chunks)]
+    stages = [["decoder"] * count for count in counts]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _is_te(ctx: Ctx) -> bool:
@@ -144,8 +168,9 @@ class Gpt(GPTModel):
 
     def __init__(self, cfg: DecoderConfig, ctx: Ctx) -> None:
         config = transformer_config(cfg, ctx)
+        chunk = ctx.chunk if ctx.layout.vpp > 1 else None
         block = TransformerBlockSubmodules(
-            layer_specs=[layer_spec(cfg, ctx)] * get_num_layers_to_build(config, ctx.chunk, ctx.layout.pp_rank),
+            layer_specs=[layer_spec(cfg, ctx)] * get_num_layers_to_build(config, chunk, ctx.layout.pp_rank),
             layer_norm=ctx.layers.layer_norm(rms_norm=True),
         )
         super().__init__(
@@ -158,7 +183,7 @@ class Gpt(GPTModel):
             share_embeddings_and_output_weights=cfg.tied,
             position_embedding_type="none",
             pg_collection=ctx.groups,
-            vp_stage=ctx.chunk,
+            vp_stage=chunk,
         )
         self.cfg = cfg
         self.unpadded = {"embedding.word_embeddings.weight": cfg.vocab, "output_layer.weight": cfg.vocab}
@@ -179,7 +204,7 @@ class Gpt(GPTModel):
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Returns the fp32 cross entropy of every position [B, S] from labels [B, S] and logits [S, B, P]."""
-        return token_losses(logits, labels, self.cfg.vocab, IGNORE)
+        return token_losses(logits, labels, self.cfg.vocab, IGNORE, self.pg_collection.tp)
 
 
 def padded_vocab(cfg: DecoderConfig, tp: int) -> int:

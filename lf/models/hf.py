@@ -13,6 +13,7 @@ Reader = Callable[[Mapping[str, Any]], spec.ModelConfig]
 """A function from the fields of a config.json to a model."""
 
 READERS: Mapping[str, str] = {
+    "lf_toy": "lf.models.toy:from_hf",
     "llama": "lf.models.llm.llama:from_hf",
     "qwen2": "lf.models.llm.qwen:from_hf",
     "qwen3": "lf.models.llm.qwen:from_hf",

@@ -45,10 +45,18 @@ class Layout:
     """Data parallel ranks."""
     tp: int = 1
     """Tensor parallel ranks."""
+    sp: bool = False
+    """Whether tensor parallel ranks also share the sequence."""
     pp: int = 1
     """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks of each pipeline stage."""
+    stages: tuple[int, ...] = ()
+    """Layers of each chunk, in the order of the layers; empty spreads them evenly."""
     cp: int = 1
     """Context parallel ranks."""
+    cp_kind: Literal["gather", "ulysses"] = "gather"
+    """How context parallel attention works."""
     ep: int = 1
     """Expert parallel ranks."""
     etp: int = 1
@@ -87,8 +95,8 @@ class Ctx:
     """Whether this pipeline stage holds the embedding."""
     post: bool = True
     """Whether this pipeline stage holds the output layer and the loss."""
-    chunk: int | None = None
-    """Virtual pipeline chunk, None without virtual stages."""
+    chunk: int = 0
+    """Which of its model chunks this pipeline stage builds, from 0."""
     meta: bool = False
     """Build on the meta device: shapes and names, no memory."""
 
@@ -223,8 +231,11 @@ def fake_batch(cfg: ModelConfig, rows: int, length: int, seed: int) -> Batch:
 
 
 @functools.singledispatch
-def collate(cfg: ModelConfig, rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Returns the micro-batch made of the rows that a data source gives; a row of None has weight zero."""
+def collate(cfg: ModelConfig, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> Batch:
+    """Returns the micro-batch made of the rows that a source gives; None becomes a row `like` that one, of weight 0.
+
+    All micro-batches of a step have one shape, those of None alone too: pipeline stages agree on it beforehand.
+    """
     raise _no_rule(collate, cfg)
 
 
@@ -235,17 +246,30 @@ def paths(cfg: ModelConfig) -> tuple[Path, ...]:
 
 
 @functools.singledispatch
+def check_layout(cfg: ModelConfig, layout: Layout, length: int) -> None:
+    """Raises ValueError, with the cure, where a layout does not fit the model and rows of `length`."""
+
+
+@functools.singledispatch
+def slice_batch(cfg: ModelConfig, batch: Batch, layout: Layout) -> Batch:
+    """Returns a context parallel rank's part of a micro-batch; without context parallel ranks, the batch."""
+    if layout.cp > 1:
+        raise _no_rule(slice_batch, cfg)
+    return batch
+
+
+@functools.singledispatch
 def check_model(cfg: ModelConfig, data: Mapping[str, int]) -> None:
     """Raises ValueError when the model cannot take the data, described by `data`: `vocab` and `length`."""
 
 
-def text_batch(rows: Sequence[Mapping[str, Any] | None]) -> Batch:
+def text_batch(rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any] | None = None) -> Batch:
     """Returns the micro-batch of rows of text: `tokens`, `labels`, `positions` [B, S], and `lengths` of the documents.
 
     A row has `tokens` and `labels` of S ids, the `lengths` of its documents, how many positions are `real` (the others
-    are padding), and an `id`. Positions start again at every document.
+    are padding), and an `id`. Positions start again at every document. None becomes padding as long as `like`.
     """
-    size = next((len(row["tokens"]) for row in rows if row is not None), 1)
+    size = next(len(row["tokens"]) for row in (like, *rows) if row is not None)
     blank: Mapping[str, Any] = {
         "tokens": np.zeros(size, np.int64),
         "labels": np.full(size, IGNORE, np.int64),

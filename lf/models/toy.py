@@ -55,18 +55,18 @@ def _(cfg: Toy, model: nn.Module, batch: spec.Batch) -> spec.Output:
 
 @spec.loss_weights.register
 def _(cfg: Toy, batch: spec.Batch) -> dict[str, Tensor]:
-    return {"lm": (batch["labels"] >= 0).sum()}
+    return {"lm": (batch["labels"] != spec.IGNORE).sum()}
 
 
 @spec.loss_terms.register
 def _(cfg: Toy, output: spec.Output, batch: spec.Batch) -> dict[str, Tensor]:
     logits = output.float().flatten(0, 1)
-    return {"lm": F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")}
+    return {"lm": F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=spec.IGNORE, reduction="sum")}
 
 
 @spec.collate.register
-def _(cfg: Toy, rows: Sequence[Mapping[str, Any] | None]) -> spec.Batch:
-    return spec.text_batch(rows)
+def _(cfg: Toy, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
+    return spec.text_batch(rows, like)
 
 
 @spec.init_rules.register
@@ -80,9 +80,20 @@ def _(cfg: Toy) -> WeightMap:
     return WeightMap(rules=tuple(Same(lf=name, hf=name) for name in ("embed.weight", *layers, "head.weight")))
 
 
+@spec.check_model.register
+def _(cfg: Toy, data: Mapping[str, int]) -> None:
+    if data.get("vocab", 0) > cfg.vocab:
+        raise ValueError(f"model.vocab = {cfg.vocab}, but the data has token id {data['vocab'] - 1}; raise model.vocab")
+
+
 @spec.hf_config.register
 def _(cfg: Toy) -> dict[str, Any]:
     return {"model_type": "lf_toy", **attrs.asdict(cfg)}
+
+
+def from_hf(config: Mapping[str, Any]) -> Toy:
+    """Returns the model of a config.json that `hf_config` wrote."""
+    return Toy(**{field.name: config[field.name] for field in attrs.fields(Toy)})
 
 
 @spec.shard_spec.register

@@ -21,15 +21,29 @@ class MegatronParallel(ParallelConfig):
     """The Megatron path; data parallel takes the ranks that the other degrees leave."""
 
     tp: int = attrs.field(default=1, validator=ge(1))
-    """Tensor parallel ranks."""
+    """Tensor parallel ranks; they share every matrix."""
+    sp: bool = True
+    """Whether tensor parallel ranks also share the sequence between the matrices (sequence parallel)."""
     pp: int = attrs.field(default=1, validator=ge(1))
     """Pipeline stages."""
+    vpp: int = attrs.field(default=1, validator=ge(1))
+    """Model chunks of each pipeline stage (interleaved schedule)."""
+    stages: tuple[int, ...] = ()
+    """Layers of each of the pp * vpp chunks, in the order of the layers; empty spreads them evenly."""
     cp: int = attrs.field(default=1, validator=ge(1))
-    """Context parallel ranks."""
+    """Context parallel ranks; they share every sequence."""
+    cp_kind: Literal["gather", "ulysses"] = "gather"
+    """How context parallel attention works: keys and values are gathered, or heads are exchanged for sequence."""
     ep: int = attrs.field(default=1, validator=ge(1))
-    """Expert parallel ranks."""
-    recompute: Literal["none", "full"] = "none"
-    """Activations kept for the backward (`none`), or made again layer by layer (`full`)."""
+    """Expert parallel ranks; they share the experts of every layer."""
+    etp: int = attrs.field(default=1, validator=ge(1))
+    """Tensor parallel ranks inside an expert."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """What the backward makes again instead of keeping it: nothing, whole layers, or `recompute_modules` only."""
+    recompute_modules: tuple[
+        Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts", "moe_act", "mla_up_proj"], ...
+    ] = ("core_attn",)
+    """What `selective` makes again."""
     overlap: bool = True
     """Whether gradient reduction and parameter gathering run beside compute; it changes no number."""
 
@@ -40,13 +54,35 @@ class TorchParallel(ParallelConfig):
 
 
 def resolve(cfg: ParallelConfig, world: int) -> Layout:
-    """Returns the layout of rank 0 of `world` ranks; raises ValueError with the cure where the degrees cannot be."""
+    """Returns the layout of `world` ranks; raises ValueError with the cure where the degrees cannot be."""
     if not isinstance(cfg, MegatronParallel):
         return Layout(dp=world)
-    for axis in ("tp", "pp", "cp", "ep"):
-        if getattr(cfg, axis) > 1:
+    dense, expert = cfg.tp * cfg.cp * cfg.pp, cfg.etp * cfg.ep * cfg.pp
+    for names, product in (("tp * cp * pp", dense), ("etp * ep * pp", expert)):
+        if world % product:
+            values = " * ".join(str(getattr(cfg, name)) for name in names.split(" * "))
             raise ValueError(
-                f"parallel.{axis} = {getattr(cfg, axis)}, but this version of lf trains the Megatron path with data "
-                f"parallel ranks only; set parallel.{axis} to 1"
+                f"parallel.{names} = {values} = {product} does not divide the world of {world} ranks; "
+                f"start a multiple of {product} ranks, or lower a degree"
             )
-    return Layout(dp=world)
+    if cfg.vpp > 1 and cfg.pp == 1:
+        raise ValueError(f"parallel.vpp = {cfg.vpp} needs parallel.pp > 1; set vpp to 1 or pp to 2 or more")
+    if cfg.stages and len(cfg.stages) != cfg.pp * cfg.vpp:
+        raise ValueError(
+            f"parallel.stages has {len(cfg.stages)} entries, but there are pp * vpp = {cfg.pp} * {cfg.vpp} = "
+            f"{cfg.pp * cfg.vpp} chunks; give one number for each"
+        )
+    if cfg.stages and min(cfg.stages) < 1:
+        raise ValueError(f"parallel.stages = {cfg.stages} has an empty chunk; give each at least one layer")
+    return Layout(
+        dp=world // dense,
+        tp=cfg.tp,
+        sp=cfg.sp and cfg.tp > 1,
+        pp=cfg.pp,
+        vpp=cfg.vpp,
+        stages=cfg.stages,
+        cp=cfg.cp,
+        cp_kind=cfg.cp_kind,
+        ep=cfg.ep,
+        etp=cfg.etp,
+    )

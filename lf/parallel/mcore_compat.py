@@ -386,9 +386,9 @@ def _apply(row: Row) -> None:
     try:
         holder, name = _resolve(row.target)
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(fault) from error
+        raise ValueError(fault) from error
     if not row.missing and not hasattr(holder, name):
-        raise RuntimeError(fault)
+        raise ValueError(fault)
     setattr(holder, name, row.make(getattr(holder, name, None)))
 
 
@@ -406,17 +406,17 @@ def rows_for(device: Device) -> tuple[Row, ...]:
 def prepare_megatron(device: Device) -> None:
     """Makes megatron-core usable on a device, once a process.
 
-    Raises RuntimeError where its release does not fit, and where the process has it on another kind of device already.
+    Raises ValueError where its release does not fit, and where the process has it on another kind of device already.
     """
     found = importlib.metadata.version("megatron-core")
     if found != VERSION:
-        raise RuntimeError(
+        raise ValueError(
             f"megatron-core {found} is installed, but lf is written for {VERSION}: pip install megatron-core=={VERSION}"
         )
     core = vars(importlib.import_module("megatron.core"))
     kind = core.setdefault("_lf_torch_type", device.torch_type)
     if kind != device.torch_type:
-        raise RuntimeError(f"this process uses megatron-core on {kind}; start another one for {device.torch_type}")
+        raise ValueError(f"this process uses megatron-core on {kind}; start another one for {device.torch_type}")
     fused = "fused_kernels" in device.capabilities
     if not fused:
         importlib.import_module("megatron.core.jit").disable_jit_fuser()

@@ -11,39 +11,8 @@ from torch import nn
 from lf.devices.device import Device
 from lf.models.spec import Ctx, Layout, Part, Placed
 from lf.parallel.config import MegatronParallel
+from lf.parallel.groups import megatron_globals, place, process_groups
 from lf.parallel.mcore_compat import cuda_type_names, prepare_megatron
-
-
-def process_groups(layout: Layout) -> Any:
-    """Returns megatron-core's ProcessGroupCollection of a layout.
-
-    Every rank of the world calls it, with torch.distributed up.
-    """
-    from megatron.core.hyper_comm_grid import HyperCommGrid
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    axes = ["tp", "cp", "ep", "pp", "dp"]
-    grid = HyperCommGrid([layout.tp, layout.cp, layout.ep, layout.pp, layout.dp], axes)
-    groups = ProcessGroupCollection()
-    for name, dims in {
-        "tp": ["tp"],
-        "cp": ["cp"],
-        "ep": ["ep"],
-        "pp": ["pp"],
-        "dp": ["dp"],
-        "dp_cp": ["cp", "dp"],
-        "tp_cp": ["tp", "cp"],
-        "mp": ["tp", "pp"],
-        "intra_dist_opt": axes,
-    }.items():
-        setattr(groups, name, grid.create_pg(dims))
-    groups.embd = groups.pos_embd = groups.pp
-    groups.expt_tp = groups.tp
-    groups.expt_dp = groups.intra_expt_dp = groups.dp
-    groups.intra_dp_cp = groups.dp_cp
-    groups.tp_dp_cp = groups.intra_dist_opt
-    groups.tp_ep = groups.tp_ep_pp = groups.mp
-    return groups
 
 
 def make_context(cfg: MegatronParallel, layout: Layout, device: Device, dtype: torch.dtype) -> Ctx:
@@ -53,17 +22,38 @@ def make_context(cfg: MegatronParallel, layout: Layout, device: Device, dtype: t
 
     from lf.models.layers.megatron import provider
 
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    rank = dist.get_rank()
+    layout = place(layout, dist.get_rank())
     # megatron's dropout draws from named states, which must exist; the step seeds them for each micro-batch.
     model_parallel_cuda_manual_seed(0, tp_rank=layout.tp_rank, ep_rank=layout.ep_rank, etp_rank=layout.etp_rank)
     return Ctx(
         device=device,
         dtype=dtype,
-        layout=attrs.evolve(layout, dp_rank=rank // (layout.tp * layout.cp * layout.ep * layout.pp)),
+        layout=layout,
         groups=process_groups(layout),
         layers=provider(device, dtype),
-        options=tuple(recompute.items()) if cfg.recompute == "full" else (),
+        options=_recompute(cfg),
+    )
+
+
+def _recompute(cfg: MegatronParallel) -> tuple[tuple[str, Any], ...]:
+    if cfg.recompute == "full":
+        return (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+    if cfg.recompute == "selective":
+        return (("recompute_granularity", "selective"), ("recompute_modules", list(cfg.recompute_modules)))
+    return ()
+
+
+def chunk_contexts(ctx: Ctx) -> tuple[Ctx, ...]:
+    """Returns the context of each model chunk of this pipeline stage."""
+    layout = ctx.layout
+    return tuple(
+        attrs.evolve(
+            ctx,
+            chunk=chunk,
+            pre=layout.pp_rank == 0 and chunk == 0,
+            post=layout.pp_rank == layout.pp - 1 and chunk == layout.vpp - 1,
+        )
+        for chunk in range(layout.vpp)
     )
 
 
@@ -79,7 +69,9 @@ def wrap(model: Any, ctx: Ctx, *, overlap: bool) -> Any:
         overlap_param_gather=overlap,
         average_in_collective=False,
     )
-    return DistributedDataParallel(model.config, config, model, pg_collection=ctx.groups)
+    return DistributedDataParallel(
+        model.config, config, model, disable_bucketing=ctx.chunk > 0, pg_collection=ctx.groups
+    )
 
 
 def distributed_optimizer(
@@ -138,7 +130,8 @@ def placements(model: Any, ctx: Ctx) -> list[tuple[nn.Parameter, Placed]]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": ctx.groups.dp_cp}
-    state = model.sharded_state_dict(metadata=metadata)
+    with megatron_globals(ctx):
+        state = model.sharded_state_dict(metadata=metadata)
     rows: dict[str, int] = getattr(model, "unpadded", {})
     found = []
     for name, param in model.named_parameters():

@@ -27,6 +27,7 @@ from lf.models.hf_save import new_folder, store_source
 from lf.models.spec import weight_map
 from lf.models.weights import WeightMap
 from lf.train.checkpoint import Skipped, save
+from lf.train.names import WEIGHT, key, weight_shapes
 from lf.train.run import TOKENIZER, write_files
 from lf.train.shards import Piece
 from lf.train.start import SOURCE, export, from_checkpoint, newest
@@ -90,8 +91,7 @@ def export_folder(src: Path, dst: Path, family: str = "") -> Converted:
     reader, skipped = newest(src)
     start = from_checkpoint(src, reader)
     table = weight_map(start.model)
-    held = (name.removeprefix("weight/") for name in reader.names if name.startswith("weight/"))
-    left = [name for name in held if name not in table.by_lf]
+    left = [name for name in weight_shapes(reader) if name not in table.by_lf]
     if left:
         raise ValueError(
             f"{reader.path} holds {len(left)} weights that this model does not have: {', '.join(left[:5])}; export it "
@@ -100,7 +100,7 @@ def export_folder(src: Path, dst: Path, family: str = "") -> Converted:
 
     def get(name: str) -> Tensor:
         # A bfloat16 run saves its float32 main weights and exports those that compute.
-        tensor = reader.read(f"weight/{name}")
+        tensor = reader.read(key(WEIGHT, name))
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     kept = src / TOKENIZER
@@ -116,7 +116,7 @@ def _piece(table: WeightMap, folder: HfFolder, name: str, shape: tuple[int, ...]
     placed = weights.whole(name, shape)
     size = math.prod(shape)
     return Piece(
-        name=f"weight/{name}",
+        name=key(WEIGHT, name),
         shape=shape,
         at=(0,) * len(shape),
         size=shape,

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 from lf.data.loader import Fetched, eval_batches, micro_batches, prefetch
-from lf.data.source import Rows
+from lf.data.source import Row, Rows
 from lf.devices.device import Device
-from lf.models.spec import Batch, Layout, collate, flops
+from lf.models.spec import Batch, Layout, ModelConfig, collate, flops
 from lf.train import checkpoint
 from lf.train.comm import Comm
 from lf.train.config import Run
 from lf.train.meter import Timing, add_timing, eval_line, line, report_step, to_json
 from lf.train.profile import profile_window
 from lf.train.sinks import Progress, Sinks
-from lf.train.state import Engine, Metrics, NonFiniteError, TrainState
+from lf.train.state import Engine, Metrics, TrainState
+from lf.train.step import NonFiniteError
 
 FAULTS = (ValueError, NotImplementedError, OSError, checkpoint.CheckpointError, NonFiniteError)
 """What can go wrong with a run through no fault of lf: the message says what, and no traceback is needed."""
@@ -32,7 +33,9 @@ class Job:
     """Everything a run needs on this rank, opened and checked."""
 
     run: Run
-    """The run, its model resolved."""
+    """The run."""
+    model: ModelConfig
+    """The model, resolved."""
     folder: Path
     """The run folder."""
     engine: Engine
@@ -100,9 +103,8 @@ def _agreed(number: int, device: str) -> int:
     return int(flag.item())
 
 
-def _collated(job: Job, rows: Sequence[Any]) -> list[Batch]:
-    assert job.run.model is not None
-    return [collate(job.run.model, group) for group in rows]
+def _collated(job: Job, groups: Sequence[Sequence[Row | None]], like: Row) -> list[Batch]:
+    return [collate(job.model, group, like) for group in groups]
 
 
 def _share(job: Job) -> dict[str, int]:
@@ -111,15 +113,17 @@ def _share(job: Job) -> dict[str, int]:
         "micro_batch": job.run.parallel.micro_batch,
         "dp": job.layout.dp,
         "dp_rank": job.layout.dp_rank,
+        # The interleaved schedule takes micro-batches in rounds of one for each stage.
+        "rounds": job.layout.pp if job.layout.vpp > 1 else 1,
     }
 
 
 def train(job: Job) -> Ended:
     """Runs the steps that are left, saves and exports, and returns how it ended."""
-    run = job.run
+    run, like = job.run, job.rows.row(0, 0)
 
     def make(step: int) -> list[Batch]:
-        return _collated(job, micro_batches(job.rows, step=step, **_share(job)))
+        return _collated(job, micro_batches(job.rows, step=step, **_share(job)), like)
 
     with (
         contextlib.closing(job.sinks),
@@ -176,12 +180,11 @@ def _report(
     seconds: float,
 ) -> tuple[Timing, ...]:
     run = job.run
-    assert run.model is not None
     timing = Timing(
         seconds=seconds + fetched.wait,
         data_seconds=fetched.wait,
         tokens=metrics.tokens,
-        flops=flops(run.model, run.batch, job.rows.describe().get("length", 1)),
+        flops=flops(job.model, run.batch, job.rows.describe().get("length", 1)),
     )
     window = add_timing(window, timing)
     report = report_step(
@@ -209,8 +212,9 @@ def _evaluate(job: Job, state: TrainState, *, write: bool) -> float | None:
     """Returns the held-out loss, None without held-out data; a run that had ended before writes no second line."""
     if job.eval_rows is None:
         return None
+    like = job.eval_rows.row(0, 0)
     batches = eval_batches(job.eval_rows, batches=job.run.eval.batches, **_share(job))
-    values = job.engine.evaluate(state, (_collated(job, rows) for rows in batches))
+    values = job.engine.evaluate(state, (_collated(job, rows, like) for rows in batches))
     loss = values.pop("loss")
     if write:
         job.sinks.write(eval_line(state.step, loss, values))

@@ -1,16 +1,10 @@
-"""The step of the Megatron path: megatron-core's schedules and distributed optimiser, lf's loss.
-
-Every rank counts the weight of its rows, one small all-reduce makes the weight of the global batch, and each
-micro-batch's backward starts from `coefficient * sum / weight`. megatron-core only sums gradients, so the number of
-micro-batches, the padding and the ranks leave the gradient alone.
-"""
+"""The Megatron path: megatron-core's schedules and distributed optimiser under lf's loss."""
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,112 +12,130 @@ from torch import Tensor, nn
 from lf.models.initialise import seed_of
 from lf.models.spec import Batch, Ctx, ModelConfig, Placed, build_model, forward, loss_terms
 from lf.parallel.config import MegatronParallel
-from lf.parallel.megatron import distributed_optimizer, owned_range, placements, wrap
+from lf.parallel.groups import megatron_globals
+from lf.parallel.megatron import chunk_contexts, distributed_optimizer, owned_range, placements, wrap
 from lf.train.config import Run
+from lf.train.names import WEIGHT, key, kinds_by_name
 from lf.train.optim import make_optimizer, param_groups, restore_state, state_tensors
 from lf.train.reader import Reader
-from lf.train.schedule import factor
 from lf.train.shards import Piece, box_piece
-from lf.train.state import (
-    Engine,
-    Metrics,
-    Published,
-    Reduce,
-    TrainState,
-    TrainStep,
-    check_finite,
-    combine,
-    evaluate,
-    initial_value,
-    kinds_by_name,
-    to_device,
-    total_weights,
-    weighted_loss,
-)
+from lf.train.state import Engine, Published, TrainState, initial_value
+from lf.train.step import Mechanics, Pass, evaluation, to_device, train_step, weighted_loss
 
 
-def megatron_engine(run: Run, ctx: Ctx, published: Published | None = None) -> Engine:
+def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | None = None) -> Engine:
     """Returns the Megatron path of a run: model with weights, optimiser and step on this rank."""
-    assert run.model is not None
     assert isinstance(run.parallel, MegatronParallel)
-    model = build_model(run.model, ctx)
-    chunk = wrap(model, ctx, overlap=run.parallel.overlap)
-    make = functools.partial(make_optimizer, run.optim)
-    optimizer = distributed_optimizer(make, param_groups(model.named_parameters(), run.optim), [chunk], ctx)
-    held = placements(model, ctx)
-    if published is not None:
-        published.check({placed.name: placed.shape for _, placed in held})
-    with torch.no_grad():
-        for param, placed in held:
-            value = initial_value(run.model, run.seed, placed, param, published)
-            param.copy_(value)
-            if (owned := owned_range(optimizer, param)) is not None:
-                start, stop, shard = owned
-                shard.copy_(value.flatten()[start:stop])
-    reduce = _sum_over(ctx.groups.dp_cp)
-    cfg, device = run.model, ctx.device.torch_type
+    with megatron_globals(ctx):
+        chunks = [wrap(build_model(cfg, each), each, overlap=run.parallel.overlap) for each in chunk_contexts(ctx)]
+        named = [pair for chunk in chunks for pair in chunk.module.named_parameters()]
+        make = functools.partial(make_optimizer, run.optim)
+        optimizer = distributed_optimizer(make, param_groups(named, run.optim), chunks, ctx)
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = _finalize
+    state = TrainState(chunks=tuple(chunks), optimizer=optimizer)
+    _set_weights(cfg, run.seed, state, ctx, published)
+    mechanics = megatron_mechanics(run.seed, cfg, ctx)
     return Engine(
-        state=TrainState(chunks=(chunk,), optimizer=optimizer),
-        step=megatron_step(run, ctx),
-        evaluate=lambda state, steps: evaluate(cfg, state.chunks[0], steps, reduce, device),
+        state=state,
+        step=train_step(run, cfg, mechanics),
+        evaluate=evaluation(cfg, mechanics),
         pieces=lambda state: _pieces(state, ctx),
         restore=lambda state, reader: _restore(state, reader, ctx),
         weights=lambda state: _weights(state, ctx),
     )
 
 
-def _sum_over(group: Any) -> Reduce:
-    def reduce(values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=group)
-        return values
+def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, published: Published | None) -> None:
+    held = [pair for chunk in state.chunks for pair in placements(chunk.module, ctx)]
+    if published is not None:
+        everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, {placed.name: placed.shape for _, placed in held})
+        published.check({name: shape for shapes in everyone for name, shape in shapes.items()})
+    with torch.no_grad():
+        for param, placed in held:
+            value = initial_value(cfg, seed, placed, param, published)
+            param.copy_(value)
+            if (owned := owned_range(state.optimizer, param)) is not None:
+                start, stop, shard = owned
+                shard.copy_(value.flatten()[start:stop])
 
-    return reduce
+
+def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
+    """Returns how the Megatron path runs micro-batches and updates weights on this rank."""
+
+    def run(state: TrainState, work: Pass) -> list[dict[str, float]]:
+        if work.train:
+            for chunk in state.chunks:
+                chunk.zero_grad_buffer()
+            state.optimizer.zero_grad()
+        with megatron_globals(ctx), torch.set_grad_enabled(work.train):
+            done = _schedule(state, work, _forward_step(seed, cfg, work, ctx), ctx)
+        return _from_last_stage([{name: float(value) for name, value in terms.items()} for terms in done], ctx)
+
+    def norm(state: TrainState) -> float:
+        with megatron_globals(ctx):
+            state.optimizer.prepare_grads()
+            return float(state.optimizer.get_grad_norm())
+
+    def update(state: TrainState, rate: float, scale: float) -> None:
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in state.optimizer.get_parameters() if p.grad is not None], scale)
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+        state.optimizer.step_with_ready_grads()
+
+    return Mechanics(layout=ctx.layout, group=ctx.groups.dp_cp, run=run, norm=norm, update=update)
 
 
-def megatron_step(run: Run, ctx: Ctx) -> TrainStep:
-    """Returns the step of a run on this rank. It changes model and optimiser in place and returns a new state."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+def _schedule(state: TrainState, work: Pass, forward_step: Any, ctx: Ctx) -> list[dict[str, Tensor]]:
+    """Runs all micro-batches forward, and backward too when training; returns each one's terms on the last stage."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    assert run.model is not None
-    cfg, optim, device = run.model, run.optim, ctx.device.torch_type
-    reduce = _sum_over(ctx.groups.dp_cp)
-
-    def finalize(chunks: list[nn.Module], tokens: Tensor | None, **kwargs: Any) -> None:
-        # Gradients are divided already: megatron's own division by tokens stays off.
-        finalize_model_grads(chunks, None, **kwargs)
-
-    def step(state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
-        micro = [to_device(batch, device) for batch in batches]
-        weights = total_weights(cfg, micro, reduce, device)
-        (model,) = state.chunks
-        model.config.finalize_model_grads_func = finalize
-        model.config.no_sync_func = model.no_sync if model.ddp_config.overlap_grad_reduce else None
-        model.zero_grad_buffer()
-        state.optimizer.zero_grad()
-        done: list[Mapping[str, Tensor]] = forward_backward_no_pipelining(
-            forward_step_func=_forward_step(cfg, weights, (run.seed, state.step + 1), ctx),
-            data_iterator=iter(micro),
-            model=model,
-            num_microbatches=len(micro),
-            seq_length=0,
-            micro_batch_size=0,
-            pg_collection=ctx.groups,
+    chunks, layout, device = list(state.chunks), ctx.layout, ctx.device.torch_type
+    micro = [to_device(batch, device) for batch in work.micro]
+    config = chunks[0].config
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    common: dict[str, Any] = {
+        "forward_step_func": forward_step,
+        "num_microbatches": len(micro),
+        # Pipeline stages agree on one shape beforehand: a packed micro-batch.
+        "seq_length": micro[0]["tokens"].numel() * layout.cp if layout.pp > 1 else 0,
+        "micro_batch_size": 1,
+        "forward_only": not work.train,
+        "pg_collection": ctx.groups,
+    }
+    if layout.pp == 1:
+        return schedules.forward_backward_no_pipelining(data_iterator=iter(micro), model=chunks, **common)
+    common["p2p_communicator"] = P2PCommunicator(ctx.groups.pp, config)
+    if layout.vpp == 1:
+        return schedules.forward_backward_pipelining_without_interleaving(
+            data_iterator=iter(micro), model=chunks, **common
         )
-        loss, terms = combine(cfg, done, weights, reduce)
-        state.optimizer.prepare_grads()
-        norm = float(state.optimizer.get_grad_norm())
-        check_finite(state.step + 1, loss, norm, micro, done)
-        rate = optim.lr * factor(optim.schedule, state.step + 1, run.steps)
-        _update(state.optimizer, rate, optim.clip, norm)
-        count = int(reduce(torch.tensor(sum(batch["count"] for batch in micro), device=device)).item())
-        metrics = Metrics(loss=loss, terms=terms, grad_norm=norm, lr=rate, tokens=count)
-        return attrs.evolve(state, step=state.step + 1, tokens=state.tokens + count), metrics
-
-    return step
+    return schedules.forward_backward_pipelining_with_interleaving(
+        data_iterator=[iter(micro) for _ in chunks], model=chunks, **common
+    )
 
 
-def _forward_step(cfg: ModelConfig, weights: Mapping[str, float], seed: tuple[int, int], ctx: Ctx) -> Any:
+def _finalize(chunks: list[nn.Module], tokens: Tensor | None, **kwargs: Any) -> None:
+    from megatron.core.distributed import finalize_model_grads
+
+    # Gradients are divided already: megatron's own division by tokens stays off.
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def _from_last_stage(done: list[dict[str, float]], ctx: Ctx) -> list[dict[str, float]]:
+    """Returns the terms of the micro-batches on every pipeline stage."""
+    if ctx.layout.pp == 1:
+        return done
+    shared = [done]
+    dist.broadcast_object_list(shared, group=ctx.groups.pp, group_src=ctx.layout.pp - 1)
+    return shared[0]
+
+
+def _forward_step(seed: int, cfg: ModelConfig, work: Pass, ctx: Ctx) -> Any:
     """Returns what megatron's schedules call for each micro-batch: the output, and the function to its loss."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -131,29 +143,20 @@ def _forward_step(cfg: ModelConfig, weights: Mapping[str, float], seed: tuple[in
         batch = next(batches)
         layout = ctx.layout
         model_parallel_cuda_manual_seed(
-            seed_of(*seed, "dropout", *batch["ids"]) % 2**31,
+            seed_of(seed, work.step, "dropout", *batch["ids"]) % 2**31,
             tp_rank=layout.tp_rank,
             ep_rank=layout.ep_rank,
             etp_rank=layout.etp_rank,
         )
 
-        def loss(output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(output: Any) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
             terms = loss_terms(cfg, output, batch)
             none = torch.zeros((), dtype=torch.int, device=ctx.device.torch_type)
-            return weighted_loss(cfg, terms, weights), none, {k: v.detach() for k, v in terms.items()}
+            return weighted_loss(cfg, terms, work.weights), none, {k: v.detach() for k, v in terms.items()}
 
         return forward(cfg, model, batch), loss
 
     return run
-
-
-def _update(optimizer: Any, rate: float, clip: float, norm: float) -> None:
-    """Clips the gradients, whose norm is given, and steps."""
-    if clip and norm > clip:
-        torch._foreach_mul_([p.grad for p in optimizer.get_parameters() if p.grad is not None], clip / (norm + 1e-6))
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_factor", 1.0)
-    optimizer.step_with_ready_grads()
 
 
 def _cut(kind: str, placed: Placed, start: int, stop: int, tensor: Tensor) -> Iterator[Piece]:
@@ -167,7 +170,7 @@ def _cut(kind: str, placed: Placed, start: int, stop: int, tensor: Tensor) -> It
         first, last = max(start, at), min(stop, at + size)
         if first < last:
             yield Piece(
-                name=f"{kind}/{placed.name}",
+                name=key(kind, placed.name),
                 shape=placed.shape,
                 at=part.at,
                 size=part.size,
@@ -178,52 +181,85 @@ def _cut(kind: str, placed: Placed, start: int, stop: int, tensor: Tensor) -> It
         at += size
 
 
-def _shards(state: TrainState, ctx: Ctx) -> Iterator[tuple[Placed, int, int, nn.Parameter]]:
+def _held(state: TrainState, ctx: Ctx) -> Iterator[tuple[Placed, int, int, nn.Parameter]]:
+    """Gives what this rank keeps of each parameter: its share of the trained ones, frozen ones whole."""
     for chunk in state.chunks:
         for param, placed in placements(chunk.module, ctx):
-            if (owned := owned_range(state.optimizer, param)) is not None:
+            owned = owned_range(state.optimizer, param) if param.requires_grad else (0, param.numel(), param)
+            if owned is not None:
                 yield placed, *owned
 
 
 def _pieces(state: TrainState, ctx: Ctx) -> Iterator[Piece]:
-    for placed, start, stop, shard in _shards(state, ctx):
-        if placed.owner:
-            yield from _cut("weight", placed, start, stop, shard.detach())
-            for kind, tensor in state_tensors(state.optimizer.optimizer, shard).items():
-                if tensor.ndim:
-                    yield from _cut(kind, placed, start, stop, tensor)
-                elif start == 0:
-                    yield box_piece(f"{kind}/{placed.name}", tensor)
+    frozen = {id(p) for chunk in state.chunks for p in chunk.module.parameters() if not p.requires_grad}
+    replica = ctx.layout.dp_rank > 0 or ctx.layout.cp_rank > 0
+    for placed, start, stop, tensor in _held(state, ctx):
+        if not placed.owner or (replica and id(tensor) in frozen):
+            continue
+        yield from _cut(WEIGHT, placed, start, stop, tensor.detach())
+        for kind, kept in state_tensors(state.optimizer.optimizer, tensor).items():
+            if kept.ndim:
+                yield from _cut(kind, placed, start, stop, kept)
+            elif start == 0 and not any(placed.parts[0].at):
+                yield box_piece(key(kind, placed.name), kept)
 
 
 def _restore(state: TrainState, reader: Reader, ctx: Ctx) -> None:
     kinds = kinds_by_name(reader)
     with torch.no_grad():
-        for placed, start, stop, shard in _shards(state, ctx):
+        for placed, start, stop, tensor in _held(state, ctx):
             read = {}
-            for kind in kinds.get(placed.name, ["weight"]):
-                name = f"{kind}/{placed.name}"
-                if kind != "weight" and reader.shape(name) == ():
+            for kind in (WEIGHT, *kinds.get(placed.name, ())):
+                name = key(kind, placed.name)
+                if kind != WEIGHT and reader.shape(name) == ():
                     read[kind] = reader.read(name)
                     continue
-                read[kind] = torch.zeros_like(shard)
+                read[kind] = torch.zeros(tensor.shape, dtype=reader.dtype(name))
                 for piece in _cut(kind, placed, start, stop, read[kind]):
                     reader.fill(piece)
-            shard.copy_(read.pop("weight"))
+            tensor.copy_(read.pop(WEIGHT))
             if read:
-                restore_state(state.optimizer.optimizer, shard, read)
+                restore_state(state.optimizer.optimizer, tensor, read)
         state.optimizer._copy_main_params_to_model_params()
         for chunk in state.chunks:
             chunk.start_param_sync(force_sync=True)
 
 
 def _weights(state: TrainState, ctx: Ctx) -> Callable[[str], Tensor]:
+    """Returns a function to whole tensors: rank 0 puts them together from the ranks that own parts of them."""
     for chunk in state.chunks:
         chunk.start_param_sync(force_sync=True)
-    held = {placed.name: (param, placed) for c in state.chunks for param, placed in placements(c.module, ctx)}
+    pairs = [pair for chunk in state.chunks for pair in placements(chunk.module, ctx)]
+    mine = {placed.name: (param.detach(), placed) for param, placed in pairs if placed.owner}
+    sends = ctx.layout.dp_rank == 0 and ctx.layout.cp_rank == 0
+    everyone: list[dict[str, Placed]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, {name: placed for name, (_, placed) in mine.items()} if sends else {})
+    holders: dict[str, list[tuple[int, Placed]]] = {}
+    for rank, held in enumerate(everyone):
+        for name, placed in held.items():
+            holders.setdefault(name, []).append((rank, placed))
 
     def whole(name: str) -> Tensor:
-        param, placed = held[name]
-        return param.detach()[tuple(slice(0, n) for n in placed.shape)]
+        shape = holders[name][0][1].shape
+        if dist.get_rank():
+            for rank, placed in holders[name]:
+                if rank == dist.get_rank():
+                    for part in placed.parts:
+                        dist.send(mine[name][0][_box(part.local, part.size)].contiguous(), 0)
+            return torch.empty(shape, device="meta")
+        out = torch.empty(shape, dtype=ctx.dtype, device=ctx.device.torch_type)
+        for rank, placed in holders[name]:
+            for part in placed.parts:
+                piece = out.new_empty(part.size)
+                if rank:
+                    dist.recv(piece, rank)
+                else:
+                    piece = mine[name][0][_box(part.local, part.size)]
+                out[_box(part.at, part.size)] = piece
+        return out
 
     return whole
+
+
+def _box(at: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + extent) for first, extent in zip(at, size, strict=True))

@@ -20,7 +20,7 @@ from lf.models.hf_folder import parse_config
 from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, forward, loss_terms, loss_weights, weight_map
 from lf.parallel.megatron import placements
 from lf.train.start import load_model, open_start
-from lf.train.state import weighted_loss
+from lf.train.step import weighted_loss
 
 TOLERANCES = {"logits": 1e-4, "loss": 2e-5, "grads": 1e-4}
 """Largest difference over the largest reference, in fp32, that an honest implementation may show."""

@@ -1,6 +1,7 @@
 """From a config to a job: everything that can be wrong with a run is found here, before its first step."""
 
 import contextlib
+import datetime
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
 from lf.models.hf_save import Source, store_source
-from lf.models.spec import Ctx, Layout, ModelConfig, check_model, hf_config, paths, type_name, weight_map
+from lf.models.spec import Ctx, Layout, ModelConfig, check_layout, check_model, hf_config, paths, type_name, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import check_all_read, distributed, open_latest
 from lf.train.comm import Comm
@@ -43,7 +44,8 @@ def process_group(device: Device) -> Iterator[Comm]:
     # Small objects go through the host, so an accelerator's group has gloo for CPU tensors beside its own backend.
     backend = "gloo" if device.backend == "gloo" else f"cpu:gloo,{device.torch_type}:{device.backend}"
     if world > 1:
-        dist.init_process_group(backend)
+        # Ranks wait for each other while rank 0 writes an export or a checkpoint is hashed.
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
@@ -73,6 +75,11 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
             f"parallel = {type(run.parallel).__name__}: {type_name(model)} does not train there; set parallel to {cure}"
         )
     if run.precision.params == "bfloat16":
+        if path == "torch":
+            raise ValueError(
+                "precision.params = 'bfloat16' needs float32 main weights, which the torch path does not keep yet; "
+                "set precision.params to float32"
+            )
         require(device, "bf16", "precision.params", "set precision.params to float32")
     check_schedule(run.optim.schedule, run.steps)
     return resolve(run.parallel, world)
@@ -94,15 +101,16 @@ def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Co
     layout = check_run(run, start.model, device, comm.world)
     tokenizer = _tokenizer(run, folder, resumed=opened.reader is not None)
     rows = _open(run.data, "data", run.seed, start.model, tokenizer)
+    check_layout(start.model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
     held_out = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, start.model, tokenizer)
-    run = attrs.evolve(run, model=start.model)
-    engine, layout = _engine(run, layout, device, start.published)
+    engine, layout = _engine(run, start.model, layout, device, start.published)
     if opened.reader is not None:
         engine = _restored(engine, opened.reader, comm)
         say(f"resumed from {opened.reader.path}")
     elif comm.rank == 0:
-        _write_folder(run, folder, config_file, start.source, tokenizer)
+        whole = attrs.evolve(run, model=start.model)
+        _write_folder(whole, folder, config_file, start.source, tokenizer)
     files, eos = ({}, None) if tokenizer is None else (tokenizer.files, tokenizer.eos)
 
     def save_hf(state: TrainState, name: str) -> None:
@@ -111,6 +119,7 @@ def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Co
 
     return Job(
         run=run,
+        model=start.model,
         folder=folder,
         engine=engine,
         rows=rows,
@@ -170,18 +179,20 @@ def _open(data: DataConfig, path: str, seed: int, model: ModelConfig, tokenizer:
     return rows
 
 
-def _engine(run: Run, layout: Layout, device: Device, published: Published | None) -> tuple[Engine, Layout]:
+def _engine(
+    run: Run, model: ModelConfig, layout: Layout, device: Device, published: Published | None
+) -> tuple[Engine, Layout]:
     dtype = getattr(torch, run.precision.params)
     if isinstance(run.parallel, MegatronParallel):
         from lf.parallel.megatron import make_context
         from lf.train.megatron_step import megatron_engine
 
         ctx = make_context(run.parallel, layout, device, dtype)
-        return megatron_engine(run, ctx, published), ctx.layout
+        return megatron_engine(run, model, ctx, published), ctx.layout
     from lf.train.fsdp_step import torch_engine
 
     layout = attrs.evolve(layout, dp_rank=dist.get_rank())
-    return torch_engine(run, Ctx(device=device, dtype=dtype, layout=layout), published), layout
+    return torch_engine(run, model, Ctx(device=device, dtype=dtype, layout=layout), published), layout
 
 
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
@@ -193,18 +204,24 @@ def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
 def _write_folder(
     run: Run, folder: Path, config_file: Path, source: Source | None, tokenizer: Tokenizer | None
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    """Makes the run folder, whole or not at all: a run that is killed meanwhile starts again with the same command."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
     if source is not None:
-        store_source(source, folder / SOURCE)
+        store_source(source, part / SOURCE)
     if tokenizer is not None:
         # Some published tokenizers say what ends a text in the model's config.json alone.
         eos = json.dumps({"eos_token_id": tokenizer.eos}).encode()
-        write_files(folder / TOKENIZER, {**tokenizer.files, "config.json": eos})
+        write_files(part / TOKENIZER, {**tokenizer.files, "config.json": eos})
     if config_file.suffix == ".py":
-        shutil.copyfile(config_file, folder / config_file.name)
-    part = folder / "config.json.part"
-    part.write_text(to_json(run))
-    part.replace(folder / "config.json")
+        shutil.copyfile(config_file, part / config_file.name)
+    (part / "config.json").write_text(to_json(run))
+    if folder.is_dir():
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # Of a run that saved nothing: an empty folder.
+        folder.rmdir()
+    part.rename(folder)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

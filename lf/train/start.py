@@ -16,6 +16,7 @@ from lf.models.hf_save import Source, load_source, save_folder
 from lf.models.spec import Ctx, ModelConfig, Placed, build_model, paths, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
+from lf.train.names import WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.state import Published, initial_value
 
@@ -91,7 +92,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     found = model if model is not None else from_json(reader.meta["model"], source=str(reader.path), kind=ModelConfig)
 
     def check(shapes: Mapping[str, tuple[int, ...]]) -> None:
-        saved = {n.removeprefix("weight/"): reader.shape(n) for n in reader.names if n.startswith("weight/")}
+        saved = weight_shapes(reader)
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
             told = ", ".join(f"{n}: {saved.get(n)} saved, {shapes.get(n)} in the model" for n in wrong[:3])
@@ -106,7 +107,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
 
 
 def _read(reader: Reader, placed: Placed) -> Tensor:
-    name = f"weight/{placed.name}"
+    name = key(WEIGHT, placed.name)
     out = torch.zeros(weights.held_shape(placed), dtype=reader.dtype(name))
     for part in placed.parts:
         where = tuple(slice(first, first + n) for first, n in zip(part.local, part.size, strict=True))

@@ -26,12 +26,11 @@ def unigram_entropy(rows: Rows) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def sample(job: Job, ended: Ended, tokens: int = 60) -> tuple[str, str] | None:
+def sample(job: Job, ended: Ended) -> tuple[str, str] | None:
     """Returns the start of a held-out (or training) row and the model's greedy continuation of it.
 
     None where the rows are no text, or where the model is spread over several ranks.
     """
-    assert job.run.model is not None
     folder = job.folder / TOKENIZER
     if not folder.is_dir() or job.comm.world > 1:
         return None
@@ -39,13 +38,13 @@ def sample(job: Job, ended: Ended, tokens: int = 60) -> tuple[str, str] | None:
     row = (job.eval_rows or job.rows).row(0, 0)
     prompt = [int(i) for i in row["tokens"][: min(24, row["lengths"][0])]]
     model = getattr(ended.state.chunks[0], "module", ended.state.chunks[0])
-    how = Sampling(tokens=tokens)
-    ids = list(generate(job.run.model, model, prompt, how, eos=tokenizer.eos, device=job.device.torch_type))
+    how = Sampling(tokens=60)
+    ids = list(generate(job.model, model, prompt, how, eos=tokenizer.eos, device=job.device.torch_type))
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 
 def summary(job: Job, ended: Ended) -> str:
-    """Returns the closing lines of a run, and draws its loss curve where matplotlib is there."""
+    """Returns the closing lines of a run."""
     lines = []
     if ended.eval_loss is not None and job.eval_rows is not None:
         entropy = unigram_entropy(job.eval_rows)
@@ -53,16 +52,4 @@ def summary(job: Job, ended: Ended) -> str:
     text = sample(job, ended)
     if text is not None:
         lines += [f"sample, after the prompt {text[0]!r}:", text[1]]
-    lines.append(f"run folder {job.folder}: metrics.jsonl, checkpoints/, hf/" + _plot(job))
     return "\n".join(lines)
-
-
-def _plot(job: Job) -> str:
-    from lf.train.plot import plot_runs
-
-    target = job.folder / "loss.png"
-    try:
-        plot_runs([job.folder], target)
-    except ValueError as error:
-        return f"; no loss.png: {error}"
-    return ", loss.png"

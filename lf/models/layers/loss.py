@@ -1,23 +1,27 @@
-"""Cross entropy over a padded vocabulary.
+"""Cross entropy over a padded vocabulary that tensor parallel ranks share.
 
-Shapes: S positions, B rows, P rows of the output layer, padding included.
+Shapes: S positions, B rows, P columns of this rank's part of the output layer, padding included; N = S * B.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def token_losses(logits_SBP: Tensor, labels_BS: Tensor, vocab: int, ignore: int) -> Tensor:
+def token_losses(logits_SBP: Tensor, labels_BS: Tensor, vocab: int, ignore: int, group: Any) -> Tensor:
     """Returns the fp32 cross entropy of every position [B, S], zero where the label is `ignore`.
 
-    Columns from `vocab` on are padding: they get no probability and no gradient.
+    Rank r of the tensor parallel group has columns [r * P, (r + 1) * P). Columns from `vocab` on are padding: they get
+    no probability and no gradient.
     """
-    logits = logits_SBP[..., :vocab].flatten(0, 1).float()
-    losses = _CrossEntropy.apply(logits, labels_BS.t().flatten(), ignore)
+    first = group.rank() * logits_SBP.shape[-1]
+    own = max(0, min(vocab - first, logits_SBP.shape[-1]))
+    logits = logits_SBP[..., :own].flatten(0, 1).float()
+    labels = labels_BS.t().flatten()
+    losses = _CrossEntropy.apply(logits, labels - first, labels != ignore, group)
     return losses.view(logits_SBP.shape[:2]).t()
 
 
@@ -25,18 +29,34 @@ class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of rows of logits, whose backward writes into the log-probabilities instead of new memory."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
-        log_probs = F.log_softmax(logits, dim=-1)
-        ctx.save_for_backward(log_probs, labels)
-        ctx.ignore = ignore
-        return F.nll_loss(log_probs, labels, ignore_index=ignore, reduction="none")
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, seen: Tensor, group: Any) -> Tensor:
+        mine = seen & (labels >= 0) & (labels < logits.shape[1])
+        # A label of another rank, or none, stands for no column here; column 0 gets its zero.
+        column = torch.where(mine, labels, 0)[:, None]
+        log_total = _log_total(logits, group)
+        log_probs = logits - log_total[:, None]
+        losses = torch.where(mine, -log_probs.gather(1, column)[:, 0], 0.0) if logits.shape[1] else 0.0 * log_total
+        if group.size() > 1:
+            dist.all_reduce(losses, group=group)
+        ctx.save_for_backward(log_probs, column, mine, seen)
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        log_probs, labels = ctx.saved_tensors
-        seen = labels != ctx.ignore
-        factor = torch.where(seen, grad, 0.0)[:, None]
-        grad_logits = log_probs.exp_().mul_(factor)
-        # An ignored label stands for no column; column 0 gets its zero.
-        return grad_logits.scatter_add_(1, torch.where(seen, labels, 0)[:, None], -factor), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        log_probs, column, mine, seen = ctx.saved_tensors
+        grad_logits = log_probs.exp_().mul_(torch.where(seen, grad, 0.0)[:, None])
+        if log_probs.shape[1]:
+            grad_logits.scatter_add_(1, column, -torch.where(mine, grad, 0.0)[:, None])
+        return grad_logits, None, None, None
+
+
+def _log_total(logits: Tensor, group: Any) -> Tensor:
+    """Returns the logarithm of the sum of exponentials over all ranks' columns [N]."""
+    if group.size() == 1:
+        return torch.logsumexp(logits, dim=-1)
+    top = logits.amax(dim=-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    total = (logits - top[:, None]).exp_().sum(dim=-1)
+    dist.all_reduce(total, group=group)
+    return top + total.log_()
