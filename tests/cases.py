@@ -29,6 +29,19 @@ DENSE = Qwen3(
 """A dense decoder with grouped heads, query and key norms and an odd vocabulary."""
 
 
+class Alone:
+    """A tensor parallel group of one rank, where torch.distributed is not up."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ALONE = Alone()
+
+
 def run_of(model: spec.ModelConfig, **changes: Any) -> lf.Run:
     """Returns a run of a model whose data is never opened."""
     base = lf.Run(model=model, data=lf.TextData(paths=("unused",)), optim=lf.AdamW(lr=1e-3, eps=1e-3), steps=10)

@@ -14,6 +14,7 @@ from lf.models.layers.fused import rms_norm, swiglu
 from lf.models.layers.loss import token_losses
 from lf.models.layers.rope import rotate
 from lf.models.spec import IGNORE
+from tests.cases import ALONE
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,7 +108,7 @@ def test_losses_are_those_of_torch(rows: int, length: int, vocab: int, padding: 
         )
     )
     logits = draw(length, rows, vocab + padding) * 4
-    losses, grad = gradients(lambda z: token_losses(z, labels, vocab, IGNORE), logits)
+    losses, grad = gradients(lambda z: token_losses(z, labels, vocab, IGNORE, ALONE), logits)
 
     def reference(z: Tensor) -> Tensor:
         return F.cross_entropy(z[..., :vocab].permute(1, 2, 0), labels, ignore_index=IGNORE, reduction="none")
@@ -121,7 +122,7 @@ def test_losses_are_those_of_torch(rows: int, length: int, vocab: int, padding: 
 
 
 def test_a_second_backward_through_a_loss_is_refused() -> None:
-    loss = token_losses(leaf(3, 1, 5, dtype=torch.float32), torch.tensor([[0, 1, 2]]), 5, IGNORE).sum()
+    loss = token_losses(leaf(3, 1, 5, dtype=torch.float32), torch.tensor([[0, 1, 2]]), 5, IGNORE, ALONE).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -29,7 +29,7 @@ from lf.models.spec import IGNORE, Ctx, Layout, text_batch
 from lf.parallel.config import MegatronParallel
 from lf.parallel.mcore_compat import prepare_megatron
 from lf.parallel.megatron import make_context
-from tests.cases import DENSE, dealt, gradients, megatron, off, ragged, run_of
+from tests.cases import ALONE, DENSE, dealt, gradients, megatron, off, ragged, run_of
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +104,7 @@ def test_the_norm_is_the_formula_and_tells_of_sequence_parallel(ctx: Ctx, parall
     from lf.models.gpt import transformer_config
     from lf.models.layers.megatron import TorchNorm
 
-    layout = Layout(tp=2) if parallel else Layout()
+    layout = Layout(tp=2, sp=True) if parallel else Layout()
     norm = TorchNorm(transformer_config(DENSE, attrs.evolve(ctx, layout=layout)), 24, eps=1e-3)
     assert norm.weight.sequence_parallel is parallel
     (x,) = draw((5, 2, 24))
@@ -318,7 +318,7 @@ def test_padded_columns_and_ignored_labels_are_nothing(vocab: int, padding: int,
     (logits,) = draw((3, 2, vocab + padding))
     with torch.no_grad():
         logits[..., vocab:] = 1e4
-    losses = token_losses(logits, labels_BS, vocab, IGNORE)
+    losses = token_losses(logits, labels_BS, vocab, IGNORE, ALONE)
     assert losses.dtype == torch.float32
     log_p = logits[..., :vocab].detach().double().log_softmax(-1).transpose(0, 1)
     wanted = -log_p.gather(-1, labels_BS.clamp(min=0)[..., None])[..., 0] * (labels_BS != IGNORE)
@@ -333,7 +333,7 @@ def test_padded_columns_and_ignored_labels_are_nothing(vocab: int, padding: int,
 
 def test_the_loss_of_half_precision_logits_is_single() -> None:
     logits = torch.randn(4, 2, 7).bfloat16()
-    losses = token_losses(logits, torch.ones(2, 4, dtype=torch.long), 5, IGNORE)
+    losses = token_losses(logits, torch.ones(2, 4, dtype=torch.long), 5, IGNORE, ALONE)
     assert losses.dtype == torch.float32
     near(losses, -logits[..., :5].double().log_softmax(-1)[..., 1].t())
 
@@ -449,7 +449,7 @@ def dropped(
             mine.copy_(theirs)
     engine = attrs.evolve(engine, state=attrs.evolve(engine.state, step=step))
     rows = [{**row, "id": row["id"].replace("row", named)} for row in ragged(cfg, 8, 24, seed=3)]
-    micro = dealt(rows, 2, 0, 1)
+    micro = dealt(rows, 2, Layout())
     return gradients(engine, ctx, [micro[i] for i in order][dist.get_rank() :: dist.get_world_size()])
 
 

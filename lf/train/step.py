@@ -1,4 +1,4 @@
-"""What both train paths do alike in a step: one loss and one scale over the global batch, and a stop before bad updates.
+"""What both train paths do alike in a step: one loss, one scale over the global batch, a stop before bad updates.
 
 Weights of the loss are counted over the global batch before the first forward, so each backward starts from
 `coefficient * sum / weight`, and gradients only have to be added: micro-batches, padding and ranks leave them alone.
@@ -126,8 +126,8 @@ def _own_weights(cfg: ModelConfig, micro: Sequence[Batch]) -> dict[str, float]:
     found = [loss_weights(cfg, batch) for batch in micro]
     if any(weights.keys() != found[0].keys() for weights in found):
         raise ValueError(
-            f"loss_weights of {type(cfg).__qualname__} names {[sorted(w) for w in found]} for the micro-batches of a step; "
-            "every batch must name every term, with weight 0 where it has none"
+            f"loss_weights of {type(cfg).__qualname__} names {[sorted(w) for w in found]} for the micro-batches of a "
+            "step; every batch must name every term, with weight 0 where it has none"
         )
     return {name: math.fsum(float(weights[name]) for weights in found) for name in found[0]}
 
