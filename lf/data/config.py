@@ -3,7 +3,7 @@
 from typing import Literal
 
 import attrs
-from attrs.validators import ge, gt, min_len
+from attrs.validators import and_, ge, gt, le, min_len
 
 
 @attrs.frozen(kw_only=True)
@@ -20,7 +20,7 @@ class TextData(DataConfig):
     suffixes: tuple[str, ...] = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
     """Suffixes of the files that a folder is searched for; anything but jsonl and parquet is one document a file."""
     exclude: tuple[str, ...] = ()
-    """Glob patterns (over the path below the folder, with forward slashes) of files to leave out."""
+    """Glob patterns, over the path below the folder, of files to leave out; `*` matches slashes too."""
     field: str = "text"
     """Key of the text in a `.jsonl` line, or column of a `.parquet` file."""
     seq_len: int = attrs.field(default=1024, validator=ge(2))
@@ -29,7 +29,7 @@ class TextData(DataConfig):
     """Whether a token may attend to earlier documents of its row."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which documents: all of them, or one side of the split by the hash of their bytes."""
-    held_out: float = attrs.field(default=0.02, validator=[ge(0.0)])
+    held_out: float = attrs.field(default=0.02, validator=and_(ge(0.0), le(1.0)))
     """Share of the documents on the `held_out` side of the split."""
 
 

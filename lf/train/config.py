@@ -147,7 +147,7 @@ class Run:
     model: ModelConfig | None = None
     """The model; None takes the one in `init`."""
     init: str = ""
-    """Hugging Face folder with weights to start from; empty starts from random weights."""
+    """Hugging Face folder, or run folder of lf, whose weights the run starts from; empty starts from random weights."""
     tokenizer: TokenizerConfig | None = None
     """The tokenizer; None takes the one in `init`, or none."""
     data: DataConfig

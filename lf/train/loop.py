@@ -179,12 +179,12 @@ def _report(
     fetched: Fetched[list[Batch]],
     seconds: float,
 ) -> tuple[Timing, ...]:
-    run = job.run
+    run, length = job.run, job.rows.describe().get("length", 0)
     timing = Timing(
         seconds=seconds + fetched.wait,
         data_seconds=fetched.wait,
         tokens=metrics.tokens,
-        flops=flops(job.model, run.batch, job.rows.describe().get("length", 1)),
+        flops=flops(job.model, run.batch, length) if length else 0.0,
     )
     window = add_timing(window, timing)
     report = report_step(

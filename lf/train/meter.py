@@ -13,7 +13,7 @@ _WINDOW = 50
 
 @attrs.frozen(kw_only=True)
 class Timing:
-    """What one step took and did, over all ranks."""
+    """What one step took on this rank, and did over all ranks."""
 
     seconds: float
     """Wall-clock time of the step, in seconds, data included."""
@@ -22,7 +22,7 @@ class Timing:
     tokens: int
     """Tokens that the step trained on, without padding."""
     flops: float
-    """Floating point operations of forward and backward, without recompute; 0 where the model does not say."""
+    """Operations of forward and backward of all ranks, without recompute; 0 where rows have no length."""
 
 
 @attrs.frozen(kw_only=True)

@@ -20,7 +20,7 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 }
 
 Groups = list[dict[str, Any]]
-"""Parameter groups as torch's optimisers take them: `params`, `names` (canonical, same order) and `weight_decay`."""
+"""Parameter groups as torch's optimisers take them: `params`, `names` (the module's, same order) and `weight_decay`."""
 
 
 @functools.singledispatch
