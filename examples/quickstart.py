@@ -1,7 +1,7 @@
 """A small Qwen3 learns to write Python from the sources of Python's own standard library.
 
-Hardware: a CPU with 2 cores. Time: about 4 minutes. Result: held-out loss about 3.2 nats a token, where the entropy of
-single tokens is 6.5.
+Hardware: a CPU with 2 cores. Time: about 4 minutes. Result: held-out loss about 4.3 nats a token, where the entropy of
+single tokens is 6.2.
 """
 
 import sysconfig

@@ -261,7 +261,25 @@ def test_a_run_that_died_while_its_folder_was_made_starts_again(workers: Workers
     assert sorted(entry.name for entry in folder.iterdir()) == sorted(
         ["checkpoints", "config.json", "hf", "metrics.jsonl", "tokenizer"]
     )
-    assert not list(tmp_path.glob(".run*"))
+    assert not list(tmp_path.glob(".run.new"))
+
+
+def twice(run: lf.Run, folder: Path, cache: Path) -> str:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    comm = checkpoint.distributed()
+    job = open_job(run, folder, Path("none.json"), cpu, comm, str)
+    try:
+        open_job(run, folder, Path("none.json"), cpu, comm, str)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    finally:
+        job.lock.close()
+    return ""
+
+
+def test_one_process_trains_in_a_folder(workers: Workers, corpus: Path, tmp_path: Path) -> None:
+    for text in workers.run(2, twice, small_run(corpus, "toy"), tmp_path / "run", tmp_path):
+        assert "another process is training in" in text
 
 
 def masked() -> str:

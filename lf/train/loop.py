@@ -58,6 +58,8 @@ class Job:
     """Prints a line, on rank 0."""
     meta: dict[str, Any]
     """What every checkpoint says besides its tensors."""
+    lock: contextlib.ExitStack
+    """Holds the run folder until it is closed."""
     export: Callable[[TrainState, str], None]
     """Writes a Hugging Face folder of that name into the run folder; every rank calls it."""
 
@@ -126,6 +128,7 @@ def train(job: Job) -> Ended:
         return _collated(job, micro_batches(job.rows, step=step, **_share(job)), like)
 
     with (
+        job.lock,
         contextlib.closing(job.sinks),
         contextlib.closing(job.progress),
         _signals() as signals,

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -22,8 +24,8 @@ from lf.devices.device import Device
 from lf.models.hf_save import Source, store_source
 from lf.models.spec import Ctx, Layout, ModelConfig, check_layout, check_model, hf_config, paths, type_name, weight_map
 from lf.parallel.config import MegatronParallel, resolve
-from lf.train.checkpoint import check_all_read, distributed, open_latest
-from lf.train.comm import Comm
+from lf.train.checkpoint import CheckpointError, check_all_read, distributed, open_latest
+from lf.train.comm import Comm, together
 from lf.train.config import Run
 from lf.train.loop import Job
 from lf.train.reader import Reader
@@ -90,6 +92,9 @@ def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Co
 
     Raises ValueError for what is wrong with the run or its data, CheckpointError for what is wrong with its folder.
     """
+    lock = contextlib.ExitStack()
+    if folder.is_dir():
+        _on_first(comm, lambda: lock.enter_context(_locked(folder)))
     _check_folder(run, folder, say)
     opened = open_latest(folder, comm=comm)
     for skipped in opened.skipped:
@@ -108,9 +113,15 @@ def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Co
     if opened.reader is not None:
         engine = _restored(engine, opened.reader, comm)
         say(f"resumed from {opened.reader.path}")
-    elif comm.rank == 0:
+    else:
         whole = attrs.evolve(run, model=start.model)
-        _write_folder(whole, folder, config_file, start.source, tokenizer)
+
+        def make_folder() -> None:
+            lock.enter_context(_locked(folder))
+            _write_folder(whole, folder, config_file, start.source, tokenizer)
+
+        lock.close()
+        _on_first(comm, make_folder)
     files, eos = ({}, None) if tokenizer is None else (tokenizer.files, tokenizer.eos)
 
     def save_hf(state: TrainState, name: str) -> None:
@@ -132,7 +143,30 @@ def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Co
         say=say,
         meta={"model": to_json(start.model)},
         export=save_hf,
+        lock=lock,
     )
+
+
+def _on_first(comm: Comm, work: Callable[[], None]) -> None:
+    """Calls `work` on rank 0; where it fails, every rank raises the same error instead of waiting for it."""
+    together(comm, lambda: None, lambda _: work(), CheckpointError)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the run folder, which the system gives back when the process dies; one process may train in it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process is training in {folder}; wait until it has ended, or choose another --out"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # A disk without locks.
+                raise
+        yield
 
 
 def _check_folder(run: Run, folder: Path, say: Callable[[str], None]) -> None:
