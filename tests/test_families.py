@@ -498,9 +498,9 @@ def test_broken_folders_are_refused_with_their_path(content: bytes | None, said:
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_a_missing_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match="/nowhere is not a folder"):
-        hf.read_config("/nowhere")
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="/absent is not a folder"):
+        hf.read_config(tmp_path / "absent")
 
 
 MINE = """
