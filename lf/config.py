@@ -100,6 +100,12 @@ def _is_config_file(module: types.ModuleType) -> bool:
     return isinstance(vars(module).get("__loader__"), _SourceLoader)
 
 
+def loaded_files() -> tuple[Path, ...]:
+    """Returns the config files that this process has executed."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    return tuple(Path(vars(module)["__loader__"].path) for module in modules if _is_config_file(module))
+
+
 def _execute(path: Path) -> types.ModuleType:
     """Returns the module of a config file; a file that was executed before and has not changed is not run again."""
     file, name = path.resolve(), path.stem

@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
 def _print(args: Args) -> None:
     from lf.data.hf_tokenizer import read_tokenizer
     from lf.devices.detect import detect
-    from lf.train.run import TOKENIZER, process_group
+    from lf.train.folder import TOKENIZER
+    from lf.train.run import process_group
     from lf.train.start import load_model, local_context, open_saved
 
     device, start = detect(args.device), open_saved(args.folder, args.family)

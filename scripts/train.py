@@ -1,5 +1,6 @@
 """Trains the model of a config file. `python scripts/train.py --help` lists the flags."""
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def say(text: str) -> None:
-    """Prints a line on rank 0."""
+    """Prints a line on rank 0; nobody may be reading any more, which is no reason to stop a run."""
     if RANK == 0:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def fail(error: Exception, code: int) -> int:
@@ -27,16 +31,27 @@ def fail(error: Exception, code: int) -> int:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 error, 2 bad usage or config, 143 after SIGTERM, 130 after Ctrl-C."""
+    try:
+        return run(argv)
+    except KeyboardInterrupt:  # before the first step, or a second Ctrl-C
+        return fail(RuntimeError("interrupted; what was saved before is whole"), 130)
+
+
+def run(argv: list[str]) -> int:
+    """Trains, and returns the exit code."""
     early = early_env()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # A terminal may know fewer letters than the texts have.
     from lf import config
-    from lf.launch import parse, split_name
+    from lf.launch import parse
 
     try:
-        launch, base, run = parse(argv, quiet=RANK != 0)
+        launch, base, cfg = parse(argv, quiet=RANK != 0)
         device = detect(launch.device)
     except ValueError as error:
         return fail(error, 2)
-    for path, old, new in config.diff(base, run):
+    for path, old, new in config.diff(base, cfg):
         say(f"override {path}: {old} -> {new}")
     say(f"device {device.name}\n{render_env((*early, *apply_env(device)))}".rstrip())
 
@@ -46,7 +61,7 @@ def main(argv: list[str]) -> int:
     opened = False
     try:
         with process_group(device) as comm:
-            job = open_job(run, Path(launch.out), split_name(launch.cfg)[0], device, comm, say)
+            job = open_job(cfg, Path(launch.out), config.loaded_files(), device, comm, say)
             opened = True
             ended = train(job)
             return 128 + ended.signal if ended.signal else close(job, ended)
@@ -59,13 +74,20 @@ def close(job: "Job", ended: "Ended") -> int:
     from lf.train.plot import plot_runs
     from lf.train.summary import summary
 
-    if RANK == 0:
+    if RANK:
+        return 0
+    done = ["metrics.jsonl", "checkpoints/", "hf/"]
+    # The run is done and saved: what is shown of it can fail without making it a failure.
+    try:
         say(summary(job, ended))
-        try:
-            plot_runs([job.folder], job.folder / "loss.png")
-        except ValueError as error:
-            say(f"no loss.png: {error}")
-        say(f"run folder {job.folder}: metrics.jsonl, checkpoints/, hf/, loss.png")
+    except (ValueError, OSError, RuntimeError) as error:
+        say(f"no summary: {error}")
+    try:
+        plot_runs([job.folder], job.folder / "loss.png")
+        done.append("loss.png")
+    except (ValueError, OSError, RuntimeError) as error:
+        say(f"no loss.png: {error}")
+    say(f"run folder {job.folder}: {', '.join(done)}")
     return 0
 
 

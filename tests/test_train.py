@@ -68,7 +68,7 @@ def go(run: lf.Run, folder: Path, cache: Path, stop_at: int = 0) -> tuple[list[s
         if stop_at and text.startswith(f"step {stop_at}/"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    job = open_job(run, folder, Path("none.json"), cpu, checkpoint.distributed(), say)
+    job = open_job(run, folder, (), cpu, checkpoint.distributed(), say)
     ended = train(job)
     return lines, ended.signal
 
@@ -267,9 +267,9 @@ def test_a_run_that_died_while_its_folder_was_made_starts_again(workers: Workers
 def twice(run: lf.Run, folder: Path, cache: Path) -> str:
     os.environ["XDG_CACHE_HOME"] = str(cache)
     comm = checkpoint.distributed()
-    job = open_job(run, folder, Path("none.json"), cpu, comm, str)
+    job = open_job(run, folder, (), cpu, comm, str)
     try:
-        open_job(run, folder, Path("none.json"), cpu, comm, str)
+        open_job(run, folder, (), cpu, comm, str)
     except checkpoint.CheckpointError as error:
         return str(error)
     finally:

@@ -34,7 +34,10 @@ class Rows(Protocol):
         ...
 
     def describe(self) -> dict[str, int]:
-        """Returns facts of the source; those of text are `documents`, `tokens`, `rows`, `vocab` and `length`."""
+        """Returns facts of the source; a run goes on only where they are what they were.
+
+        Those of text are `documents`, `tokens`, `rows`, `vocab` (largest id + 1), `length` of a row and `content`.
+        """
         ...
 
 

@@ -48,6 +48,8 @@ class TextRows:
     """Id that fills the last row."""
     vocab: int
     """Largest id of the cache + 1."""
+    content: int
+    """Hash of what the cache was made from: the bytes of the files, and the tokenizer."""
     plan: Callable[[int], EpochPlan]
     """The plan of an epoch."""
 
@@ -82,13 +84,14 @@ class TextRows:
         return {**attrs.asdict(packed, recurse=False), "id": f"{epoch}:{index} {place}"}
 
     def describe(self) -> dict[str, int]:
-        """Returns `documents`, `tokens` and `rows` of an epoch, `vocab` (largest id + 1) and `length` of a row."""
+        """Returns `documents`, `tokens` and `rows` of an epoch, `vocab`, `length` of a row, and `content`, a hash."""
         return {
             "documents": len(self.lengths),
             "tokens": self.total,
             "rows": len(self),
             "vocab": self.vocab,
             "length": self.seq_len,
+            "content": self.content,
         }
 
 
@@ -123,6 +126,7 @@ def open_text(cfg: TextData, *, tokenizer: Tokenizer | None, seed: int, cache_di
         cross_documents=cfg.cross_documents,
         pad=tokenizer.eos,
         vocab=facts["vocab"],
+        content=int(folder.name[:15], 16),
         plan=functools.lru_cache(maxsize=2)(plan),
     )
 

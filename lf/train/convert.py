@@ -27,10 +27,10 @@ from lf.models.hf_save import new_folder, store_source
 from lf.models.spec import weight_map
 from lf.models.weights import WeightMap
 from lf.train.checkpoint import Skipped, save
+from lf.train.folder import SOURCE, TOKENIZER, write_files
 from lf.train.names import WEIGHT, key, weight_shapes
-from lf.train.run import TOKENIZER, write_files
 from lf.train.shards import Piece
-from lf.train.start import SOURCE, export, from_checkpoint, newest
+from lf.train.start import export, from_checkpoint, newest
 
 REPORT = "report.json"
 """File of a converted folder that accounts for every tensor."""

@@ -53,11 +53,16 @@ def _wsd(schedule: Wsd, step: int, steps: int) -> float:
 
 
 def check_schedule(schedule: ScheduleConfig, steps: int) -> None:
-    """Raises ValueError when warm-up and decay do not fit into the steps of the run."""
+    """Raises ValueError when warm-up and decay do not fit into the steps of the run, or no step of it would train."""
     decay = schedule.decay if isinstance(schedule, Wsd) else 0
     if schedule.warmup + decay > steps:
         parts = f"optim.schedule.warmup = {schedule.warmup}"
         parts += f" and optim.schedule.decay = {decay} together exceed" if decay else " exceeds"
         raise ValueError(
             f"{parts} steps = {steps}; shorten what is too long, or set steps to {schedule.warmup + decay} or more"
+        )
+    if not any(factor(schedule, step, steps) for step in range(1, min(steps, 2) + 1)):
+        raise ValueError(
+            f"steps = {steps} with optim.schedule = {schedule} has a learning rate of 0 at every step; "
+            "give it more steps, or a schedule whose final is above 0"
         )

@@ -16,12 +16,10 @@ from lf.models.hf_save import Source, load_source, save_folder
 from lf.models.spec import Ctx, ModelConfig, Placed, build_model, paths, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
+from lf.train.folder import SOURCE
 from lf.train.names import WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.state import Published, initial_value
-
-SOURCE = "source"
-"""Folder, beside the checkpoints, of what is remembered of an imported Hugging Face folder."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

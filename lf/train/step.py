@@ -20,7 +20,15 @@ from lf.train.state import Evaluate, Metrics, TrainState, TrainStep
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is not a number, found before the update."""
+    """A loss or gradient that is not a number, found before the update on every rank."""
+
+    def __init__(self, text: str, loss: float, norm: float) -> None:
+        super().__init__(text)
+        self.loss, self.norm = loss, norm
+
+
+class NothingToScoreError(ValueError):
+    """Held-out data without a position to score, found on every rank."""
 
 
 @attrs.frozen(kw_only=True)
@@ -74,7 +82,7 @@ def train_step(run: Run, cfg: ModelConfig, mechanics: Mechanics) -> TrainStep:
 
 
 def evaluation(cfg: ModelConfig, mechanics: Mechanics) -> Evaluate:
-    """Returns the evaluation on this rank; raises ValueError where no position of the batches is trained."""
+    """Returns the evaluation on this rank; raises NothingToScoreError where no position counts."""
 
     def evaluate(state: TrainState, steps: Iterable[Sequence[Batch]]) -> dict[str, float]:
         sums: dict[str, float] = {}
@@ -92,7 +100,7 @@ def evaluation(cfg: ModelConfig, mechanics: Mechanics) -> Evaluate:
             chunk.train()
         totals = _sum_over(totals, mechanics.group)
         if not any(totals.values()):
-            raise ValueError(
+            raise NothingToScoreError(
                 "the held-out data has no position to score: every label is ignored; give eval.data others"
             )
         loss, terms = _means(cfg, _sum_over(sums, mechanics.group), totals)
@@ -175,5 +183,7 @@ def _check_finite(
     named = "; ".join(f"rank {rank}: {[i for ids in rows for i in ids]}" for rank, rows in enumerate(found) if rows)
     raise NonFiniteError(
         f"step {step}: loss {loss}, gradient norm {norm}. The step was not taken and the weights are those of step "
-        f"{step - 1}. Samples: {named}. Look at these samples, or lower optim.lr"
+        f"{step - 1}. Samples: {named}. Look at these samples, or lower optim.lr",
+        loss,
+        norm,
     )
