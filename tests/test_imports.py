@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lf.config": ("lf.config_json",),
     "lf.config_json": (),
     "lf.devices": ("lf.devices",),
+    "lf.terminal": (),
     "lf.kernels": ("lf.kernels", "lf.devices"),
     "lf.models": ("lf.models", "lf.devices", "lf.kernels"),
     "lf.parallel": ("lf.parallel", "lf.models.spec", "lf.models.layers", "lf.devices"),

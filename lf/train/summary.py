@@ -8,7 +8,7 @@ from lf.data.hf_tokenizer import read_tokenizer
 from lf.data.source import Rows
 from lf.models.generate import Sampling, generate
 from lf.models.spec import IGNORE
-from lf.train.folder import TOKENIZER
+from lf.train.folder import HF, METRICS, TOKENIZER
 from lf.train.loop import Ended, Job
 
 PROMPT, SAMPLE = 24, 60
@@ -58,3 +58,25 @@ def summary(job: Job, ended: Ended) -> str:
     if text is not None:
         lines += [f"sample, after the prompt {text[0]!r}:", text[1]]
     return "\n".join(lines)
+
+
+def close(job: Job, ended: Ended) -> None:
+    """Says and draws on rank 0 what a finished run has come to.
+
+    The run is done and saved: what is shown of it can fail without making it a failure.
+    """
+    from lf.train.plot import plot_runs
+
+    if job.comm.rank:
+        return
+    left = [METRICS, "checkpoints/", f"{HF}/"]
+    try:
+        job.say(summary(job, ended))
+    except (ValueError, OSError, RuntimeError) as error:
+        job.say(f"no summary: {error}")
+    try:
+        plot_runs([job.folder], job.folder / "loss.png")
+        left.append("loss.png")
+    except (ValueError, OSError, RuntimeError) as error:
+        job.say(f"no loss.png: {error}")
+    job.say(f"run folder {job.folder}: {', '.join(left)}")
