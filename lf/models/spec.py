@@ -149,6 +149,16 @@ class InitRule:
     """Standard deviation of the normal draws."""
 
 
+@attrs.frozen(kw_only=True)
+class Golden:
+    """What lf makes of the inputs that a public implementation recorded."""
+
+    outputs: Mapping[str, Tensor]
+    """Outputs by their recorded names."""
+    loss: Tensor
+    """The loss whose gradients were recorded, with its graph."""
+
+
 def type_name(value: object) -> str:
     """Returns the full name of a value's type, as errors print it."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
@@ -237,6 +247,40 @@ def collate(cfg: ModelConfig, rows: Sequence[Mapping[str, Any] | None], like: Ma
     All micro-batches of a step have one shape, those of None alone too: pipeline stages agree on it beforehand.
     """
     raise _no_rule(collate, cfg)
+
+
+@functools.singledispatch
+def draw(cfg: ModelConfig, batch: Batch, seed: int, step: int) -> Batch:
+    """Returns the micro-batch with the noise and times of a step, where the loss of a family has some.
+
+    Each row's are functions of (seed, step, what is drawn, its id) alone, so neither ranks nor micro-batches change
+    them, and none has to be saved. The step calls it before `forward`; an evaluation with seed and step 0.
+    """
+    return batch
+
+
+@functools.singledispatch
+def sample(cfg: ModelConfig, model: nn.Module, batch: Batch) -> Any:
+    """Returns what a generative family makes of a micro-batch that `draw` has given its noise; the caller has no_grad.
+
+    Robot policies return normalised action chunks [B, H, D].
+    """
+    raise _no_rule(sample, cfg)
+
+
+@functools.singledispatch
+def prompt(cfg: ModelConfig, task: str, state: np.ndarray) -> str:
+    """Returns the text that a robot policy reads, given the task's text and the normalised state [d]."""
+    raise _no_rule(prompt, cfg)
+
+
+@functools.singledispatch
+def golden(cfg: ModelConfig, model: nn.Module, inputs: Mapping[str, Tensor], config: Mapping[str, Any]) -> Golden:
+    """Returns what a public implementation recorded of such a model, computed by lf from its recorded inputs.
+
+    `config` is the config.json of the recording.
+    """
+    raise _no_rule(golden, cfg)
 
 
 @functools.singledispatch
