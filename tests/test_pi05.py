@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import lf
+from lf.data.source import DataCtx, Row, open_data
 from lf.devices.cpu import cpu
-from lf.models import spec, weights
+from lf.models import hf, spec, weights
 from lf.models.embodied import pi05, pi05_config, robot
 from lf.models.embodied.pi05 import Pi05, pi05_base, pi05_tiny
 from lf.models.hf_folder import open_folder
@@ -19,6 +22,8 @@ from lf.models.layouts import fitted
 from lf.models.spec import Batch, Ctx
 from lf.train.parity import compare, to_json
 from lf.train.start import export, load_model, open_start
+from tests.test_train import go, metrics, tensors
+from tests.workers import Workers
 
 GOLDEN = Path(__file__).parent / "golden/pi05"
 META = Ctx(device=cpu, meta=True)
@@ -181,3 +186,344 @@ def test_older_names_are_read_and_kept(tmp_path: Path) -> None:
     table = fitted(spec.weight_map(pi05_tiny), open_folder(folder).names)
     assert weights.hf_names(table.by_lf["time_in.weight"]) == ("model.action_time_mlp_in.weight",)
     weights.check(table, open_folder(folder))
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], Pi05]] = {
+    "lerobot's base": ({"type": "pi05", "chunk_size": 50, "n_action_steps": 10, "max_action_dim": 32}, pi05_base),
+    "openpi's": (
+        {"action_dim": 32, "action_horizon": 10, "paligemma_variant": "gemma_2b", "precision": "bfloat16"},
+        pi05.pi05_libero,
+    ),
+    "cameras of a dataset": (
+        {
+            "type": "pi05",
+            "input_features": {
+                "observation.images.top": {"type": "VISUAL", "shape": [3, 480, 640]},
+                "observation.state": {"type": "STATE", "shape": [6]},
+            },
+        },
+        attrs.evolve(pi05_base, cameras=("top",)),
+    ),
+    "golden": (json.loads((GOLDEN / "config.json").read_text()), pi05_tiny),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_are_read_and_stay_as_they_were(tmp_path: Path, name: str) -> None:
+    config, expected = CONFIGS[name]
+    raw = json.dumps(config).encode()
+    (tmp_path / "config.json").write_bytes(raw)
+    assert hf.read_config(tmp_path) == expected
+    assert hf.config_bytes(expected, raw) == raw
+    (tmp_path / "config.json").write_bytes(hf.config_bytes(expected))
+    assert hf.read_config(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"paligemma_variant": "gemma_7b"}, "gemma_7b.*lf knows gemma_2b, gemma_300m"),
+        ({"n_obs_steps": 2}, "n_obs_steps = 2"),
+        ({"image_resolution": [224, 320]}, r"image_resolution = \[224, 320\]"),
+        ({"vlm": {"width": 64}}, "depth is missing"),
+        ({"chunk_size": 0}, "chunk_size = 0"),
+        (
+            {"action_expert_variant": "gemma_2b", "vlm": pi05_config.to_hf(pi05_tiny)["vlm"]},
+            "differ in depth: 2 and 18",
+        ),
+    ],
+)
+def test_configs_that_lf_cannot_have_are_refused(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        pi05.from_hf(config)
+
+
+# The loss and what it counts
+
+
+def test_the_loss_is_the_mean_over_real_steps_and_dims_or_as_published() -> None:
+    model, rows = tiny(), rows_of(3)
+    steps = [int((~row["action_is_pad"]).sum()) for row in rows]
+    dims = [row["actions"].shape[1] for row in rows]
+    assert min(steps) < 10
+    counts = {
+        "valid": sum(h * d for h, d in zip(steps, dims, strict=True)),
+        "lerobot": sum(10 * d for d in dims),
+        "openpi": 3 * 10 * 8,
+    }
+    for counted, entries in counts.items():
+        cfg = attrs.evolve(pi05_tiny, counted=counted)
+        batch = batch_of([*rows, None], cfg)
+        assert int(spec.loss_weights(cfg, batch)["flow"]) == entries
+        error = (batch["noise"] - batch["actions"] - spec.forward(cfg, model, batch)).square()
+        kept = [
+            error[i, : steps[i] if counted == "valid" else 10, : 8 if counted == "openpi" else dims[i]].sum()
+            for i in range(3)
+        ]
+        assert torch.allclose(loss_of(model, batch, cfg), torch.stack(kept).sum() / entries, rtol=1e-6)
+
+
+def gradients(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def changed(row: dict[str, Any], what: str) -> dict[str, Any]:
+    """Returns a row that differs in what must have no influence."""
+    if what == "padded steps":
+        return {**row, "actions": np.where(row["action_is_pad"][:, None], 1e6, row["actions"]).astype(np.float32)}
+    return {**row, "images": {**row["images"]}}
+
+
+def test_what_is_padding_has_no_influence_on_loss_or_gradients() -> None:
+    model, rows = tiny(), rows_of(3)
+    assert any(row["action_is_pad"].any() for row in rows)
+    batch = batch_of([*rows])
+    loss, grads = gradients(model, batch)
+    absent = ~batch["cameras"]
+    assert absent.any()
+    silent = ~batch["words"]
+    others = {
+        "padded steps": batch_of([changed(row, "padded steps") for row in rows]),
+        "absent cameras": {**batch, "images": torch.where(absent[..., None, None, None], 3.0, batch["images"])},
+        "padded prompt": {**batch, "prompt": torch.where(silent, 7, batch["prompt"])},
+    }
+    for name, other in others.items():
+        again, moved = gradients(model, other)
+        assert torch.equal(loss, again), name
+        for key, grad in grads.items():
+            assert torch.allclose(grad, moved[key], atol=1e-6 * float(grad.abs().max())), (name, key)
+
+
+def test_a_padding_row_adds_nothing() -> None:
+    model, rows = tiny(), rows_of(2)
+    loss, grads = gradients(model, batch_of([*rows]))
+    again, more = gradients(model, batch_of([*rows, None]))
+    assert torch.allclose(loss, again, rtol=1e-6)
+    assert all(torch.allclose(grad, more[name], atol=2e-6 * float(grad.abs().max())) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"images": {"front": np.zeros((3, 28, 28), np.uint8)}},
+            "has the camera front, and the model's are base_0_rgb",
+        ),
+        ({"images": {}}, "has no camera"),
+        ({"prompt": np.zeros(13, np.int64)}, "13 tokens, the model takes 1 to 12"),
+        ({"prompt": np.array([160])}, "token ids from 160 to 160"),
+        ({"actions": np.zeros((10, 9), np.float32)}, r"\[10, 9\], the model takes \[10, 1 to 8\]"),
+        ({"actions": np.zeros((9, 7), np.float32)}, r"\[9, 7\]"),
+        ({"actions": np.full((10, 7), np.nan, np.float32)}, "not all finite"),
+        ({"action_is_pad": np.ones(10, bool)}, "every action step is padding"),
+        ({"action_is_pad": np.zeros(3, bool)}, "action_is_pad"),
+        ({"images": {"base_0_rgb": np.zeros((28, 28, 3), np.uint8)}}, r"\[28, 28, 3\]"),
+    ],
+)
+def test_rows_that_the_model_cannot_take_are_refused_by_id(change: dict[str, Any], told: str) -> None:
+    (row,) = rows_of(1)
+    with pytest.raises(ValueError, match=told) as error:
+        batch_of([{**row, **change}])
+    assert "images" in change or row["id"] in str(error.value)
+
+
+def test_facts_of_the_data_are_held_against_the_model() -> None:
+    for facts, told in (
+        ({"action_dims": 9}, "model.dims = 8"),
+        ({"length": 50}, "horizon = 10"),
+        ({"vocab": 161}, "160"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            spec.check_model(pi05_tiny, facts)
+    spec.check_model(pi05_tiny, {"action_dims": 7, "length": 10, "vocab": 160})
+
+
+def test_images_of_any_size_and_type_become_the_model_s() -> None:
+    (row,) = rows_of(1)
+    whole = np.asarray(row["images"]["base_0_rgb"])
+    floats = {**row, "images": {"base_0_rgb": whole.astype(np.float32) / 255}}
+    a, b = batch_of([{**row, "images": {"base_0_rgb": whole}}]), batch_of([floats])
+    assert torch.allclose(a["images"], b["images"], atol=1e-6)
+    assert a["images"].min() == -1.0
+    wide = robot.fitted_image(torch.full((3, 20, 56), 255, dtype=torch.uint8), 28)
+    assert torch.equal(wide[0, :, 0] == 1.0, torch.arange(28).sub(13.5).abs() < 5)
+    assert set(wide.unique().tolist()) == {-1.0, 1.0}
+
+
+def test_the_prompt_is_that_of_openpi() -> None:
+    state = np.array([-1.5, -1.0, 0.0, 0.999, 2.0])
+    text = spec.prompt(pi05_base, " pick_up the\ncup ", state)
+    assert text == "Task: pick up the cup, State: -1 0 128 255 255;\nAction: "
+
+
+# Draws
+
+
+def test_draws_are_functions_of_seed_step_and_sample() -> None:
+    rows = rows_of(4)
+    whole = batch_of([*rows])
+    alone = batch_of([rows[2], rows[0]])
+    for name in ("noise", "time"):
+        assert torch.equal(alone[name], whole[name][[2, 0]])
+        assert len({float(value.flatten()[0]) for value in whole[name]}) == 4
+        for seed, step in ((4, 5), (3, 6)):
+            assert not torch.equal(spec.draw(pi05_tiny, alone, seed, step)[name], alone[name])
+
+
+def test_times_follow_the_published_distribution() -> None:
+    batch = {"actions": torch.zeros(4000, 1, 1), "ids": tuple(map(str, range(4000)))}
+    drawn = robot.with_draws(batch, robot.Times(), 0, 1)
+    time = drawn["time"].sort().values.double()
+    assert time[0] >= 0.001
+    assert time[-1] <= 1.0
+    # Beta(1.5, 1) has the distribution function x^1.5; 1.95 / sqrt(n) is exceeded once in a thousand.
+    expected = ((time - 0.001) / 0.999) ** 1.5
+    assert (expected - torch.arange(4000) / 4000).abs().max() < 1.95 / 4000**0.5
+    assert drawn["noise"].mean().abs() < 3.3 / 4000**0.5
+    assert (drawn["noise"].std() - 1.0).abs() < 0.04
+
+
+# The model
+
+
+def test_sampling_leaves_dims_that_the_robot_lacks_on_their_way_to_zero() -> None:
+    model, batch = tiny(), batch_of([*rows_of(2)])
+    with torch.no_grad():
+        actions = spec.sample(pi05_tiny, model, batch)
+        as_trained = spec.sample(attrs.evolve(pi05_tiny, counted="openpi"), model, batch)
+    lacking = ~batch["dims"][:, None].expand_as(actions)
+    assert lacking.any()
+    assert actions[lacking].abs().max() < 1e-5
+    assert as_trained[lacking].abs().min() > 1e-4
+    assert torch.isfinite(actions).all()
+
+
+def test_the_last_layer_of_the_vlm_gives_keys_alone() -> None:
+    model, batch = tiny(), batch_of([*rows_of(2)])
+    _, grads = gradients(model, batch)
+    silent = {name for name, _ in model.named_parameters()} - grads.keys()
+    last = ("out.weight", "mlp_norm.weight", "mlp.gate_up.weight", "mlp.down.weight")
+    assert silent == {"vlm.norm.weight", *(f"vlm.layers.1.{name}" for name in last)}
+    assert not grads["vlm.layers.1.qkv.weight"][: 8 * 8].any()
+
+
+def test_bfloat16_keeps_float32_islands_and_computes_nearly_the_same() -> None:
+    batch = batch_of([*rows_of(2)])
+    wide, narrow = tiny(), spec.build_model(pi05_tiny, Ctx(device=cpu, dtype=torch.bfloat16))
+    narrow.load_state_dict(wide.state_dict())
+    assert narrow.action_out.weight.dtype == narrow.vlm.norm.weight.dtype == torch.float32
+    a, b = (spec.forward(pi05_tiny, model, batch).detach() for model in (wide, narrow))
+    assert b.dtype == torch.float32
+    assert 0.0 < float((a - b).abs().max() / a.abs().max()) < 0.03
+
+
+def test_units_name_every_layer() -> None:
+    import fnmatch
+
+    units = spec.shard_spec(pi05_tiny)
+    for patterns in (units.fsdp_units, units.recompute_units):
+        names = [name for name, _ in tiny().named_modules()]
+        found = [name for name in names if any(fnmatch.fnmatchcase(name, p) and name.count(".") == 2 for p in patterns)]
+        assert len(found) == 6
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, batch = tiny(), spec.fake_batch(pi05_tiny, 2, 10, 0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        spec.forward(pi05_tiny, model, batch)
+    assert counter.get_total_flops() == spec.flops(pi05_tiny, 2, 10) / 3
+
+
+def test_every_tensor_has_a_first_value() -> None:
+    from lf.models.initialise import initial_tensor, rule_for
+
+    kinds = {name: rule_for(pi05_tiny, name) for name, _ in tiny().named_parameters()}
+    assert all(rule.kind == "zeros" for name, rule in kinds.items() if name.endswith("bias") or "vlm.norm" in name)
+    assert {kinds["vision.norm.weight"].kind, kinds["vision.layers.0.norm1.weight"].kind} == {"ones"}
+    model = spec.build_model(pi05_tiny, Ctx(device=cpu))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(initial_tensor(pi05_tiny, weights.whole(name, tuple(param.shape)), param, 0))
+    assert 0.5 < loss_of(model, batch_of([*rows_of(4)])) < 10.0
+
+
+# Runs
+
+
+@attrs.frozen(kw_only=True)
+class FakeRobots(lf.DataConfig):
+    """Random rows, for runs."""
+
+    rows: int = 7
+    """Rows of an epoch."""
+
+
+@attrs.frozen(kw_only=True)
+class FakeRows:
+    count: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def row(self, epoch: int, index: int) -> Row:
+        return robot.fake_rows(pi05_tiny.space, self.count, self.seed)[index]
+
+    def describe(self) -> dict[str, int]:
+        return {"rows": self.count, "length": 10, "action_dims": 7}
+
+
+@open_data.register
+def _(cfg: FakeRobots, ctx: DataCtx) -> FakeRows:
+    return FakeRows(count=cfg.rows, seed=ctx.seed)
+
+
+def small_run(**changes: Any) -> lf.Run:
+    run = lf.Run(
+        model=pi05_tiny,
+        data=FakeRobots(),
+        batch=4,
+        optim=lf.AdamW(lr=1e-2, eps=1e-3),
+        parallel=lf.TorchParallel(micro_batch=2),
+        steps=6,
+        eval=lf.Eval(data=FakeRobots(rows=3), every=3),
+        save=lf.Save(every=3),
+    )
+    return attrs.evolve(run, **changes)
+
+
+def test_a_run_learns_resumes_bit_for_bit_and_exports(workers: Workers, tmp_path: Path) -> None:
+    run, whole, cut = small_run(), tmp_path / "whole", tmp_path / "cut"
+    workers.run(1, go, run, whole, tmp_path)
+    workers.run(1, go, run, cut, tmp_path, 2)
+    workers.run(1, go, run, cut, tmp_path)
+    assert metrics(cut) == metrics(whole)
+    reference = tensors(whole, 6)
+    for name, value in tensors(cut, 6).items():
+        assert torch.equal(value, reference[name]), name
+    first, last = (line["eval_loss"] for line in metrics(whole) if "eval_loss" in line)
+    assert last < first
+    start = open_start(str(whole / "hf"), None)
+    assert start.model == pi05_tiny
+    trained = dict(load_model(start, Ctx(device=cpu)).named_parameters())
+    assert all(torch.equal(param, reference[f"weight/{name}"]) for name, param in trained.items())
+
+
+def test_ranks_and_micro_batches_leave_loss_and_weights_alone(workers: Workers, tmp_path: Path) -> None:
+    optim = lf.AdamW(lr=1e-3, eps=1e-3)
+    for world, micro_batch in ((1, 4), (1, 1), (2, 1)):
+        run = small_run(steps=3, parallel=lf.TorchParallel(micro_batch=micro_batch), optim=optim)
+        workers.run(world, go, run, tmp_path / f"{world}_{micro_batch}", tmp_path)
+    reference = metrics(tmp_path / "1_4"), tensors(tmp_path / "1_4", 3)
+    for name in ("1_1", "2_1"):
+        for ours, theirs in zip(metrics(tmp_path / name), reference[0], strict=True):
+            assert all(ours[key] == pytest.approx(theirs[key], rel=2e-5) for key in theirs), name
+        for key, value in tensors(tmp_path / name, 3).items():
+            if key.startswith("weight/"):
+                assert torch.allclose(value, reference[1][key], atol=5e-6), (name, key)

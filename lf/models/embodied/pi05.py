@@ -127,7 +127,9 @@ def _(cfg: Pi05, rows: int, length: int) -> float:
     width = cfg.expert.width
     heads = 2.0 * (length * 2 * width * cfg.dims + 2 * width**2)
     images = len(cfg.cameras) * (siglip_flops(cfg.vision) + 2.0 * cfg.vision.tokens * cfg.vision.width * cfg.vlm.width)
-    towers = tower_flops(cfg.vlm, before, before) + tower_flops(cfg.expert, length, before + length, width)
+    towers = tower_flops(cfg.vlm, before, before, keys_only=True) + tower_flops(
+        cfg.expert, length, before + length, width
+    )
     return 3.0 * rows * (images + towers + heads)
 
 

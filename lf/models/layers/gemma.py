@@ -197,11 +197,14 @@ def _add(x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
     return x + branch if gate is None else torch.addcmul(x, branch, gate)
 
 
-def tower_flops(cfg: Gemma, length: int, keys: int, cond: int = 0) -> float:
+def tower_flops(cfg: Gemma, length: int, keys: int, cond: int = 0, keys_only: bool = False) -> float:
     """Returns the floating point operations of the forward of one row of `length` tokens that see `keys` keys."""
     projections = cfg.width * (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim + 3 * cfg.width * cfg.mlp
     attention = 2 * keys * cfg.heads * cfg.head_dim
-    return 2.0 * cfg.depth * (length * (projections + attention) + 2 * cond * 3 * cfg.width)
+    layers, rest = cfg.depth, 0
+    if keys_only:
+        layers, rest = cfg.depth - 1, length * cfg.width * 2 * cfg.kv_heads * cfg.head_dim
+    return 2.0 * (layers * length * (projections + attention) + rest + (2 * cfg.depth + 1) * cond * 3 * cfg.width)
 
 
 def scaled_embedding(table: nn.Embedding, tokens_BS: Tensor) -> Tensor:
