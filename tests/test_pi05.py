@@ -498,6 +498,24 @@ def small_run(**changes: Any) -> lf.Run:
     return attrs.evolve(run, **changes)
 
 
+def test_a_finished_run_is_summed_up_without_words(workers: Workers, tmp_path: Path) -> None:
+    ((lines, _),) = workers.run(1, closed, small_run(steps=1), tmp_path / "run", tmp_path)
+    assert any(line.startswith("held-out loss ") and "nats" not in line for line in lines)
+    assert not any("no summary" in line for line in lines)
+
+
+def closed(run: lf.Run, folder: Path, cache: Path) -> tuple[list[str], int]:
+    from lf.train import checkpoint
+    from lf.train.loop import train
+    from lf.train.run import open_job
+    from lf.train.summary import close
+
+    lines: list[str] = []
+    job = open_job(run, folder, (), cpu, checkpoint.distributed(), lines.append)
+    close(job, train(job))
+    return lines, 0
+
+
 def test_a_run_learns_resumes_bit_for_bit_and_exports(workers: Workers, tmp_path: Path) -> None:
     run, whole, cut = small_run(), tmp_path / "whole", tmp_path / "cut"
     workers.run(1, go, run, whole, tmp_path)

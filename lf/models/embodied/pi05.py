@@ -39,12 +39,13 @@ VLM = ("vision.*", "projector.*", "embed.*", "vlm.*")
 
 @spec.build_model.register
 def _(cfg: Pi05, ctx: spec.Ctx) -> nn.Module:
-    with torch.device("meta" if ctx.meta else "cpu"):
+    with torch.device("meta"):
         model = Pi05Model(cfg).to(ctx.dtype)
     for name, param in model.named_parameters():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in WIDE):
             param.data = param.data.float()
-    return model
+    # torch's own first values of billions of parameters would be drawn for nothing.
+    return model if ctx.meta else model.to_empty(device=ctx.device.torch_type)
 
 
 @spec.forward.register
