@@ -407,6 +407,7 @@ def test_the_last_layer_of_the_vlm_gives_keys_alone() -> None:
     silent = {name for name, _ in model.named_parameters()} - grads.keys()
     last = ("out.weight", "mlp_norm.weight", "mlp.gate_up.weight", "mlp.down.weight")
     assert silent == {"vlm.norm.weight", *(f"vlm.layers.1.{name}" for name in last)}
+    assert silent == {name for name, param in model.named_parameters() if not param.requires_grad}
     assert not grads["vlm.layers.1.qkv.weight"][: 8 * 8].any()
 
 
@@ -531,6 +532,32 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(workers: Workers, tmp_path
     assert start.model == pi05_tiny
     trained = dict(load_model(start, Ctx(device=cpu)).named_parameters())
     assert all(torch.equal(param, reference[f"weight/{name}"]) for name, param in trained.items())
+
+
+@pytest.mark.parametrize("part", [pi05.VISION, pi05.VLM])
+def test_frozen_parts_stay_as_they_are_and_are_saved(workers: Workers, tmp_path: Path, part: tuple[str, ...]) -> None:
+    start = tmp_path / "start"
+    checkpoint(start, "openpi")
+    optim = lf.AdamW(lr=1e-2, weight_decay=0.5, freeze=part, rates=(lf.Rate(names=("action_*",), factor=0.0625),))
+    run = small_run(init=str(start), optim=optim, eval=lf.Eval(), steps=2, save=lf.Save(every=1))
+    workers.run(2, go, run, tmp_path / "run", tmp_path, 1)
+    workers.run(1, go, run, tmp_path / "run", tmp_path)
+    saved = tensors(tmp_path / "run", 2)
+    before = load_model(open_start(str(start), None), Ctx(device=cpu)).state_dict()
+    still = {name for name in before if name.startswith(tuple(pattern[:-1] for pattern in part))}
+    still |= set(pi05.unused(pi05_tiny))
+    assert 20 < len(still) < len(before)
+    for name, value in before.items():
+        moved = float((saved[f"weight/{name}"] - value).abs().max())
+        assert (f"exp_avg/{name}" in saved) == (moved > 0) == (name not in still), name
+        if name.startswith("action_"):
+            # Two steps of Adam, and of its decay, at a sixteenth of the rate.
+            assert moved < 2 * 0.0625 * 1.6e-2
+    stored, exported = load_file(start / "model.safetensors"), load_file(tmp_path / "run/hf/model.safetensors")
+    assert exported.keys() == stored.keys()
+    for name, rule in spec.weight_map(pi05_tiny).by_lf.items():
+        for theirs in weights.hf_names(rule):
+            assert torch.equal(stored[theirs], exported[theirs]) or name not in still, theirs
 
 
 def test_ranks_and_micro_batches_leave_loss_and_weights_alone(workers: Workers, tmp_path: Path) -> None:

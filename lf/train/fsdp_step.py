@@ -11,7 +11,15 @@ from lf.models.spec import Ctx, ModelConfig, build_model, forward, loss_terms
 from lf.models.weights import whole
 from lf.train.config import Run
 from lf.train.names import WEIGHT, key, kinds_by_name
-from lf.train.optim import make_optimizer, param_groups, restore_state, state_tensors
+from lf.train.optim import (
+    check_parts,
+    freeze,
+    make_optimizer,
+    param_groups,
+    restore_state,
+    set_rate,
+    state_tensors,
+)
 from lf.train.reader import Reader
 from lf.train.shards import Piece, box_piece
 from lf.train.state import Engine, Published, TrainState, initial_value
@@ -26,6 +34,8 @@ def torch_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | No
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(initial_value(cfg, run.seed, whole(name, tuple(param.shape)), param, published))
+    check_parts(run.optim, dict(model.named_parameters()).keys())
+    freeze(model.named_parameters(), run.optim)
     mechanics = torch_mechanics(run.seed, cfg, ctx)
     return Engine(
         state=TrainState(
@@ -65,8 +75,7 @@ def torch_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
     def update(state: TrainState, rate: float, scale: float) -> None:
         if scale != 1.0:
             torch._foreach_mul_([p.grad for p in state.chunks[0].parameters() if p.grad is not None], scale)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(state.optimizer, rate)
         state.optimizer.step()
 
     return Mechanics(layout=ctx.layout, group=None, run=run, norm=norm, update=update)

@@ -37,6 +37,16 @@ VLM = ("vision.*", "projector.*", "embed.*", "vlm.*")
 """Canonical names of everything but the action expert and its heads."""
 
 
+def unused(cfg: Pi05) -> tuple[str, ...]:
+    """Returns the tensors that no action depends on: what the VLM's last layer does after its keys, and its last norm.
+
+    Published checkpoints hold them, so the model does; they are never trained and no rank waits for their gradients.
+    """
+    last = f"vlm.layers.{cfg.vlm.depth - 1}."
+    names = ("out.weight", "mlp_norm.weight", "mlp.gate_up.weight", "mlp.down.weight")
+    return (*(last + name for name in names), "vlm.norm.weight")
+
+
 @spec.build_model.register
 def _(cfg: Pi05, ctx: spec.Ctx) -> nn.Module:
     with torch.device("meta"):
@@ -44,6 +54,8 @@ def _(cfg: Pi05, ctx: spec.Ctx) -> nn.Module:
     for name, param in model.named_parameters():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in WIDE):
             param.data = param.data.float()
+    for name in unused(cfg):
+        model.get_parameter(name).requires_grad_(False)
     # torch's own first values of billions of parameters would be drawn for nothing.
     return model if ctx.meta else model.to_empty(device=ctx.device.torch_type)
 
