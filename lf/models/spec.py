@@ -109,6 +109,8 @@ class ShardSpec:
     """Glob patterns of the submodules that become one FSDP unit each."""
     recompute_units: tuple[str, ...] = ()
     """Glob patterns of the submodules whose activations may be recomputed."""
+    float32: tuple[str, ...] = ()
+    """Glob patterns of the tensors that compute in float32 where the others do not."""
 
 
 @attrs.frozen(kw_only=True)

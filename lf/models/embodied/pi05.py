@@ -18,7 +18,7 @@ from lf.models.embodied.pi05_model import CAMERAS, Pi05, Pi05Model, euler, noisy
 from lf.models.layers.gemma import Gemma, tower_flops
 from lf.models.layouts import Alias, Prefix
 from lf.models.vision.siglip import Siglip, siglip_flops, siglip_init, siglip_rules
-from lf.models.weights import Carried, Duplicate, Rule, Same, Stack, WeightMap
+from lf.models.weights import Carried, Duplicate, Rule, Same, Stack, Unused, WeightMap
 
 from_hf = pi05_config.from_hf
 
@@ -84,7 +84,7 @@ def _(cfg: Pi05, batch: spec.Batch, seed: int, step: int) -> spec.Batch:
 
 @spec.collate.register
 def _(cfg: Pi05, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
-    return robot.robot_batch(cfg.space, rows, like)
+    return robot.robot_batch(cfg.space, rows)
 
 
 @spec.sample.register
@@ -130,7 +130,7 @@ def _(cfg: Pi05, data: Mapping[str, int]) -> None:
 @spec.shard_spec.register
 def _(cfg: Pi05) -> spec.ShardSpec:
     units = ("vision.layers.*", "vlm.layers.*", "expert.layers.*")
-    return spec.ShardSpec(fsdp_units=units, recompute_units=units)
+    return spec.ShardSpec(fsdp_units=units, recompute_units=units, float32=WIDE)
 
 
 @spec.flops.register
@@ -198,8 +198,9 @@ def _(cfg: Pi05) -> WeightMap:
         for part in ("in", "out"):
             rules.append(Same(f"time_{part}.{kind}", f"time_mlp_{part}.{kind}"))
             rules.append(Alias(f"action_time_mlp_{part}.{kind}", f"time_mlp_{part}.{kind}"))
-    unused = (f"{EXPERT_HF}lm_head.weight", f"{expert}norm.weight", f"{expert}layers.*norm.weight", "state_proj.*")
-    return WeightMap(rules=(*rules, *(Carried(name) for name in unused), Prefix("model.")))
+    head = Unused(f"{EXPERT_HF}lm_head.weight", (cfg.vocab, cfg.expert.width))
+    left = (f"{expert}norm.weight", f"{expert}layers.*norm.weight", "state_proj.*")
+    return WeightMap(rules=(*rules, head, *(Carried(name) for name in left), Prefix("model.")))
 
 
 def _tower_rules(cfg: Gemma, lf: str, hf: str, norm: tuple[str, ...]) -> list[Rule]:

@@ -56,9 +56,7 @@ class Times:
     """Added to the draw; the least time."""
 
 
-def robot_batch(
-    space: ActionSpace, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any] | None = None
-) -> Batch:
+def robot_batch(space: ActionSpace, rows: Sequence[Mapping[str, Any] | None]) -> Batch:
     """Returns the micro-batch of rows of a robot dataset; None becomes a row of no weight.
 
     A row has
@@ -157,26 +155,29 @@ def _check_actions(space: ActionSpace, ident: str, actions: Tensor, past: Tensor
 def fitted_image(image_3hw: Tensor, size: int) -> Tensor:
     """Returns an image as fp32 [3, I, I] from -1 to 1, as large as fits in the square, on black.
 
-    uint8 goes from 0 to 255, floats from 0 to 1.
+    uint8 goes from 0 to 255 and is so again after it was resized, as in openpi; floats go from 0 to 1.
     """
     if image_3hw.ndim != 3 or image_3hw.shape[0] != 3:
         raise ValueError(f"an image has the shape {list(image_3hw.shape)}; [3, height, width] is expected")
     whole = image_3hw.dtype == torch.uint8
-    image = image_3hw.float() / 127.5 - 1.0 if whole else image_3hw.float() * 2.0 - 1.0
-    return resize_with_pad(image[None], size)[0] if image.shape[1:] != (size, size) else image
+    image, high = image_3hw.float(), 255.0 if whole else 1.0
+    if image.shape[1:] != (size, size):
+        image = resize_with_pad(image[None], size, 0.0, high)[0]
+        image = image.round() if whole else image
+    return image * (2.0 / high) - 1.0
 
 
-def resize_with_pad(images_BCHW: Tensor, size: int, fill: float = -1.0) -> Tensor:
-    """Returns images [B, C, I, I]: scaled bilinearly to fit the square as they are, the rest `fill` on both sides.
+def resize_with_pad(images_BCHW: Tensor, size: int, low: float = -1.0, high: float = 1.0) -> Tensor:
+    """Returns images [B, C, I, I]: scaled bilinearly to fit the square as they are, the rest `low` on both sides.
 
-    The sizes and the rounding are those of openpi's `resize_with_pad_torch`.
+    Values go from `low` to `high`. Sizes and their rounding are those of openpi's `resize_with_pad_torch`.
     """
     height, width = images_BCHW.shape[-2:]
     ratio = max(height / size, width / size)
     inside = int(height / ratio), int(width / ratio)
-    images = F.interpolate(images_BCHW, size=inside, mode="bilinear", align_corners=False).clamp(-1.0, 1.0)
+    images = F.interpolate(images_BCHW, size=inside, mode="bilinear", align_corners=False).clamp(low, high)
     top, left = (size - inside[0]) // 2, (size - inside[1]) // 2
-    return F.pad(images, (left, size - inside[1] - left, top, size - inside[0] - top), value=fill)
+    return F.pad(images, (left, size - inside[1] - left, top, size - inside[0] - top), value=low)
 
 
 def with_draws(batch: Batch, times: Times, seed: int, step: int) -> Batch:
