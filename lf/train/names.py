@@ -1,6 +1,7 @@
 """Names of the tensors in a checkpoint: `weight/<canonical name>`, and the same with what the optimiser keeps."""
 
-from lf.train.reader import CheckpointError, Reader
+from lf.train.manifest import CheckpointError
+from lf.train.reader import Reader
 
 WEIGHT = "weight"
 """The kind of a model's own tensors."""
