@@ -1,7 +1,7 @@
 """The reader of a checkpoint's tensors, at any layout. `lf.train.manifest` describes the format."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lf.train.manifest import CheckpointError, Entry, Manifest, file_name, read_manifest
 from lf.train.shards import DTYPES, Box, Piece, Stored, boxes, dtype_name, fits, inside, mapped, overlap
+
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -35,6 +37,16 @@ class Reader:
     def names(self) -> tuple[str, ...]:
         """The names of its tensors, sorted."""
         return tuple(sorted(self.manifest.tensors))
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        """Returns an entry of `meta`. Raises CheckpointError where there is none of that name and type."""
+        value = self.meta.get(name)
+        if type(value) is not kind:
+            raise CheckpointError(
+                f"{self.path} has no {name} of type {kind.__name__} in meta ({', '.join(sorted(self.meta))}), so no "
+                "run of lf saved it; give a folder that one did"
+            )
+        return value
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor. Raises CheckpointError when there is none of that name."""

@@ -232,7 +232,7 @@ def _engine(
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
     engine.restore(engine.state, reader)
     check_all_read(reader, comm=comm)
-    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.meta["tokens"]))
+    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.fact("tokens", int)))
 
 
 def _write_folder(
