@@ -256,7 +256,7 @@ def test_buffers_of_the_megatron_path_are_saved_restored_and_exported(tmp_path: 
 
 
 def rare_step(both: bool) -> tuple[int, dict[str, Tensor]]:
-    """Trains on rows of which only the first rank's use every layer; gives how much this rank saves, and what it holds."""
+    """Trains on rows of which the first rank's alone use every layer; gives its number of pieces, and its tensors."""
     import torch.distributed as dist
 
     engine = toy_engine(Average(vocab=40))
@@ -286,7 +286,7 @@ def test_a_layer_that_one_rank_alone_uses_is_trained_alike_on_all(workers: Worke
 def empty_rank(folder: str) -> tuple[bool, bool]:
     """Saves and restores a model of whose vocabulary the second of two ranks has padding only."""
     comm = checkpoint.distributed()
-    run = run_of(attrs.evolve(SMALL, vocab=40), parallel=lf.MegatronParallel(tp=2))
+    run = run_of(attrs.evolve(SMALL, vocab_multiple=128), parallel=lf.MegatronParallel(tp=2))
     engine, other = megatron(run)[0], megatron(run)[0]
     state = stepped(engine, 40)
     save(Path(folder), 1, engine.pieces(state), {}, comm=comm)
