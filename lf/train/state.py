@@ -63,7 +63,7 @@ class Engine:
     pieces: Callable[[TrainState], Iterator[Piece]]
     """Gives what this rank must save."""
     restore: Callable[[TrainState, Reader], None]
-    """Puts a checkpoint's tensors into the state, in place."""
+    """Puts a checkpoint into the state, in place; CheckpointError, on every rank, unless the tensors are the same."""
     weights: Callable[[TrainState], Callable[[str], Tensor]]
     """Returns a function from canonical names to whole tensors; every rank calls it, rank 0 may use it."""
 
