@@ -8,7 +8,6 @@ folder.
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from lf.storage import locked, sync
 from lf.train.comm import ALONE, Comm, distributed, together
 from lf.train.manifest import (
     CheckpointError,
@@ -30,7 +30,6 @@ from lf.train.manifest import (
     canonical,
     check_files,
     file_name,
-    flush,
     read_error,
     read_manifest,
     write_manifest,
@@ -111,7 +110,7 @@ def save(run_dir: Path, step: int, pieces: Iterable[Piece], meta: Mapping[str, A
             _check_step_and_meta(step, meta)
             tensors = _table(row for _, rows in plans for row in rows)
             folder.mkdir(parents=True, exist_ok=True)
-            flush(run_dir)
+            sync(run_dir)
             if cleanup.enter_context(_locked(folder)):
                 _remove_temporary(folder)
             _check_space(folder, sum(size for size, _ in plans))
@@ -200,23 +199,14 @@ def _disk_full_explained(path: Path, needed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Holds the folder's lock, which the system drops when the process dies; gives False where files have no locks."""
-    with open(folder / ".lock", "ab") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
+            held = stack.enter_context(locked(folder / ".lock", wait=False))
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process is writing checkpoints in {folder}; stop it, or choose another run folder (--out)"
             ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            held = False
-        try:
-            yield held
-        finally:
-            if held:
-                fcntl.flock(file, fcntl.LOCK_UN)
+        yield held
 
 
 def _publish(temporary: Path, target: Path) -> None:
@@ -234,7 +224,7 @@ def _publish(temporary: Path, target: Path) -> None:
         if old.exists():
             os.replace(old, target)
         raise
-    flush(target.parent)
+    sync(target.parent)
     if old.exists():
         _discard(old)
 

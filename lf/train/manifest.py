@@ -26,7 +26,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from typing import Any, get_args, get_origin
 import attrs
 import cattrs
 
+from lf.storage import flush, sync
 from lf.train.shards import DTYPES, Box, Stored, fits, tiling_fault
 
 FORMAT = "lf checkpoint"
@@ -107,22 +107,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     outer = {"format": FORMAT, "version": VERSION, "sha256": _sha256(canonical(body)), "body": body}
     with open(folder / "manifest.json", "xb") as file:
         file.write(canonical(outer).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    flush(folder)
+        flush(file)
+    sync(folder)
 
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def flush(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _exactly(value: Any, kind: type) -> Any:

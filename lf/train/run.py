@@ -2,8 +2,6 @@
 
 import contextlib
 import datetime
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -24,6 +22,7 @@ from lf.devices.device import Device
 from lf.models.hf_save import Source, store_source
 from lf.models.spec import Ctx, Layout, ModelConfig, check_layout, check_model, hf_config, paths, type_name, weight_map
 from lf.parallel.config import MegatronParallel, resolve
+from lf.storage import locked
 from lf.train.checkpoint import CheckpointError, check_all_read, distributed, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
@@ -156,16 +155,13 @@ def _on_first(comm: Comm, work: Callable[[], None]) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """Holds the run folder, which the system gives back when the process dies; one process may train in it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "ab") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(folder.with_name(f".{folder.name}.lock"), wait=False))
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process is training in {folder}; wait until it has ended, or choose another --out"
             ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # A disk without locks.
-                raise
         yield
 
 
