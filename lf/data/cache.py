@@ -1,17 +1,16 @@
 """Folders that are built once and then only read, however many processes want them at the same moment."""
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lf.storage import locked, sync
 
 _META = "meta.json"
 
@@ -33,7 +32,10 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
     if meta is not None:
         return meta
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(f"{folder.name}.lock")):
+    lock = folder.with_name(f"{folder.name}.lock")
+    with locked(lock, wait=True) as held:
+        if not held:
+            raise ValueError(f"{lock}: the file system gives no file locks; put the cache on one that does")
         meta = _read_meta(folder)
         return _build(folder, build) if meta is None else meta
 
@@ -49,7 +51,7 @@ def _build(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str
         meta = {"facts": build(temporary), "files": {path.name: path.stat().st_size for path in temporary.iterdir()}}
         (temporary / _META).write_text(json.dumps(meta), encoding="utf-8")
         for path in temporary.iterdir():
-            _sync(path)
+            sync(path)
         _rename(temporary, folder)
     except OSError as error:
         error.add_note(f"while building the cache folder {folder}")
@@ -81,24 +83,4 @@ def _rename(temporary: Path, folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or _read_meta(folder) is None:
             raise
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise ValueError(
-                f"{path}: the file system gives no file locks ({error}); put the cache on one that does"
-            ) from error
-        yield
+    sync(folder.parent)

@@ -6,7 +6,6 @@ A folder is written beside its place, synced to disk and renamed: until then an 
 import contextlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from lf.models import quantised
 from lf.models.hf_folder import DTYPES, STEMS, HfFolder, is_weight_file, open_folder, parse_config
+from lf.storage import flush, sync
 
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 """safetensors' name of each dtype."""
@@ -102,7 +102,7 @@ def store_source(source: Source, path: str | Path) -> None:
         (folder / "files").mkdir()
         for name, content in [("config.json", source.config), *source.files]:
             _write_bytes(folder / "files" / name, content)
-        _sync(folder / "files")
+        sync(folder / "files")
         if source.carried is not None:
             values = source.carried
             carried = ((kept.name, values.read(kept.name).to(DTYPES[kept.dtype])) for kept in _carried(source))
@@ -196,7 +196,7 @@ def new_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        _sync(partial)
+        sync(partial)
         if path.exists():
             path.rename(old)
         try:
@@ -205,7 +205,7 @@ def new_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -235,8 +235,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         stream.write(len(raw).to_bytes(8, "little") + raw)
         for name in names:
             stream.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
+        flush(stream)
 
 
 def _once(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -312,16 +311,7 @@ def _write_index(folder: Path, stem: str, index: Mapping[str, str], total: int) 
 def _write_bytes(file: Path, content: bytes) -> None:
     with file.open("wb") as stream:
         stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(stream)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

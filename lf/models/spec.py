@@ -161,6 +161,18 @@ def _no_rule(question: Callable[..., Any], cfg: object) -> NotImplementedError:
     )
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what a module must be saved with: its parameters and persistent buffers, by name, each tensor once."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    seen = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 @functools.singledispatch
 def build_model(cfg: ModelConfig, ctx: Ctx) -> nn.Module:
     """Returns the module of this rank with uninitialised or default weights; works on the meta device."""

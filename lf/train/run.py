@@ -32,9 +32,8 @@ from lf.train.folder import (
     check_place,
     check_same_data,
     check_same_run,
-    locked,
+    held,
     make,
-    stated,
     update,
 )
 from lf.train.loop import Job
@@ -111,7 +110,7 @@ def open_job(
     def hold() -> None:
         # A folder that is not there yet is locked when it is made, so that a run that is refused leaves nothing.
         if folder.is_dir():
-            lock.enter_context(locked(folder))
+            lock.enter_context(held(folder))
 
     _on_first(comm, hold)
     opened = open_latest(folder, comm=comm)
@@ -131,7 +130,7 @@ def open_job(
         "model": to_json(start.model),
         "run": to_json(whole),
         "params": run.precision.params,
-        "tokenizer": None if tokenizer is None else {"sha256": tokenizer.fingerprint, "eos": tokenizer.eos},
+        "tokenizer": {} if tokenizer is None else {"sha256": tokenizer.fingerprint, "eos": tokenizer.eos},
         "data": rows.describe(),
     }
     if reader is not None:
@@ -150,7 +149,7 @@ def open_job(
             update(whole, folder, files)
             return
         lock.close()
-        lock.enter_context(locked(folder))
+        lock.enter_context(held(folder))
         if latest(folder) is not None:
             raise CheckpointError(f"another process has begun to train in {folder}; give the same command again")
         make(whole, folder, files, start.source, tokenizer)
@@ -224,7 +223,7 @@ def _check_disk(engine: Engine, folder: Path, comm: Comm) -> None:
 def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | None:
     kept = folder / TOKENIZER
     if reader is not None:
-        if stated(reader, "tokenizer") is None:
+        if not reader.fact("tokenizer", dict):
             return None
         # The run goes on with the tokenizer that it began with, even if today another one would be trained.
         config: TokenizerConfig = HfTokenizer(path=str(kept))

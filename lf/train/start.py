@@ -13,7 +13,7 @@ from lf.devices.device import Device
 from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
 from lf.models.hf_save import Source, load_source, save_folder
-from lf.models.spec import Ctx, ModelConfig, Placed, build_model, paths, weight_map
+from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
 from lf.train.folder import SOURCE
@@ -87,7 +87,9 @@ def newest(folder: Path) -> tuple[Reader, tuple[Skipped, ...]]:
 
 def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None) -> Start:
     """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
-    found = model if model is not None else from_json(reader.meta["model"], source=str(reader.path), kind=ModelConfig)
+    found = (
+        model if model is not None else from_json(reader.fact("model", str), source=str(reader.path), kind=ModelConfig)
+    )
 
     def check(shapes: Mapping[str, tuple[int, ...]]) -> None:
         saved = weight_shapes(reader)
@@ -127,15 +129,15 @@ def load_model(start: Start, ctx: Ctx) -> nn.Module:
     assert start.published is not None
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     if ctx.groups is None:
-        held = [(param, weights.whole(name, tuple(param.shape))) for name, param in model.named_parameters()]
+        held = [(tensor, weights.whole(name, tuple(tensor.shape))) for name, tensor in named_tensors(model).items()]
     else:
         from lf.parallel.megatron import placements
 
         held = placements(model, ctx)
     start.published.check({placed.name: placed.shape for _, placed in held})
     with torch.no_grad():
-        for param, placed in held:
-            param.copy_(initial_value(start.model, 0, placed, param, start.published))
+        for tensor, placed in held:
+            tensor.copy_(initial_value(start.model, 0, placed, tensor, start.published))
     return model
 
 
