@@ -31,8 +31,8 @@ def load(path: str | Path, name: str = "cfg") -> Any:
     """Returns the config `name` of a Python file, or the config that a run saved as `config.json`.
 
     A Python file becomes the module called like the file, which spawned workers can import too, so the classes in it
-    pickle. A saved config is read after the copy of the config file beside it, if its classes come from there.
-    Raises ValueError, in one line, for what is wrong with the file.
+    pickle. A saved config is read after the copy of the config file beside it is executed, if its classes come from
+    there: load no run that you do not trust. Raises ValueError, in one line, for what is wrong with the file.
     """
     path = Path(path)
     if path.is_dir() and (path / "config.json").is_file():
@@ -58,6 +58,24 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function
 
 
+def load_classes(file: str | Path) -> None:
+    """Executes a Python file as a config file is, so that `from_json` knows the classes in it.
+
+    Raises ValueError, in one line, for what is wrong with the file.
+    """
+    file = Path(file)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"{str(file)!r} must be an existing Python file (.py)")
+    _execute(file)
+
+
+def code_of(text: str, folder: Path) -> list[Path]:
+    """Returns the Python files of a folder that may define the classes of a config saved as the JSON `text`."""
+    foreign = {module for module in re.findall(r'"([\w.-]+):[\w.]+"', text) if not inside(module, ("lf",))}
+    files = sorted(folder.glob("*.py"))
+    return [file for file in files if file.stem in foreign] or (files if foreign and len(files) == 1 else [])
+
+
 def _load_python(path: Path, name: str) -> Any:
     values = vars(_execute(path))
     configs = {key: v for key, v in values.items() if attrs.has(type(v)) and not key.startswith("_")}
@@ -76,13 +94,21 @@ def _load_python(path: Path, name: str) -> Any:
 def _load_saved(path: Path, name: str) -> Any:
     if name != "cfg":
         raise ValueError(f"{path} holds one config, which has no name; leave out :{name}")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    foreign = {module for module in re.findall(r'"([\w.-]+):[\w.]+"', text) if not inside(module, ("lf",))}
-    files = sorted(path.parent.glob("*.py"))
-    copies = [file for file in files if file.stem in foreign] or (files if foreign and len(files) == 1 else [])
-    for file in copies:
+    text = read_text(path)
+    for file in code_of(text, path.parent):
         _execute(file)
     return from_json(text, source=str(path))
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a saved config; raises ValueError where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start + 1}, 0x{error.object[error.start]:02x}, is not UTF-8 ({error.reason}); the "
+            "file is damaged or was saved in another encoding, so take a whole copy of it"
+        ) from error
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):

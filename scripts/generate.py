@@ -1,5 +1,7 @@
 """Continues a text with a language model: `python scripts/generate.py FOLDER --prompt TEXT`."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,15 +24,21 @@ class Args(Sampling):
     """Name of the device (cpu, cuda, kunlun ...); empty takes the best one that is there."""
     family: str = ""
     """FILE.py:NAME of a function that reads the config.json of a family outside lf."""
+    config_file: str = ""
+    """Python file to execute first, where the model's class is in it; no file of FOLDER is executed unasked."""
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done, 1 error, 2 bad usage."""
+    """Returns the exit code: 0 done, 1 error, 2 bad usage, 141 where nobody reads on, as after SIGPIPE."""
     args = tyro.cli(Args, args=argv, prog="generate.py")
     from lf.train.loop import FAULTS
 
     try:
         _print(args)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except FAULTS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -43,7 +51,7 @@ def _print(args: Args) -> None:
     from lf.train.run import TOKENIZER, process_group
     from lf.train.start import load_model, local_context, open_saved
 
-    device, start = detect(args.device), open_saved(args.folder, args.family)
+    device, start = detect(args.device), open_saved(args.folder, args.family, args.config_file)
     inside = args.folder / TOKENIZER
     tokenizer = read_tokenizer(inside if inside.is_dir() else args.folder)
     prompt = tokenizer.encode_batch([args.prompt])[0]

@@ -511,7 +511,7 @@ def stored(path: Path) -> tuple[Path, dict]:
     return path / "source" / "source.json", json.loads((path / "source" / "source.json").read_text())
 
 
-OUTSIDE = ("../evil.safetensors", "/tmp/evil.safetensors", "a/b.safetensors", "a\\b.safetensors", "\0.safetensors")
+OUTSIDE = ("../evil.safetensors", "/evil.safetensors", "a/b.safetensors", "a\\b.safetensors", "\0.safetensors")
 BAD_RECORDS = [
     *((("tensors", 0, "file"), name, r"tensors\[0\]\.file = .* must be the name of a safetensors") for name in OUTSIDE),
     (("tensors", 1, "file"), "evil.py", r"tensors\[1\]\.file = 'evil.py' must be the name of a safetensors file"),
@@ -560,7 +560,7 @@ def test_a_source_that_lacks_a_key_is_named(tmp_path):
         load_source(file.parent)
 
 
-@pytest.mark.parametrize("name", ["../evil.json", "", ".", "..", "/tmp/evil.json", "a\0b"])
+@pytest.mark.parametrize("name", ["../evil.json", "", ".", "..", "/evil.json", "a\0b"])
 def test_nothing_is_saved_outside_of_the_folder(tmp_path, name):
     tensors = [("a", torch.ones(1))]
     with pytest.raises(ValueError, match="is not the name of a file in a folder"):

@@ -14,7 +14,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from lf.config import from_json, resume_changes, to_json
+from lf.config import from_json, read_text, resume_changes, to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.source import DataCtx, Rows, open_data
@@ -59,7 +59,7 @@ def process_group(device: Device) -> Iterator[Comm]:
 
 def cache_dir() -> Path:
     """Returns the folder of what is built once and kept for every run: token ids and tokenizers."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lf"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lf"
 
 
 def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layout:
@@ -176,7 +176,7 @@ def _check_folder(run: Run, folder: Path, say: Callable[[str], None]) -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"{folder} is no run folder: it has files but no config.json; choose another --out")
         return
-    old = from_json(saved.read_text(), source=str(saved), kind=Run)
+    old = from_json(read_text(saved), source=str(saved), kind=Run)
     # A run that takes its model from `init` has saved the one that it found there.
     wanted = attrs.evolve(run, model=old.model) if run.init and run.model is None else run
     allowed, refused = resume_changes(old, wanted)
