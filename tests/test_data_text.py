@@ -16,6 +16,7 @@ import lf.data.files as files_module
 from lf.data.config import TextData
 from lf.data.files import TextFile, file_digests, find_files, read_documents
 from lf.data.source import open_data, texts
+from lf.data.text import TextRows
 from tests.data_tools import byte_tokenizer, context, documents_of, epoch_rows, open_text, write
 
 TEXTS = ["one", "two\nlines", "three é 漢 \u2028 inside", "four"]
@@ -142,7 +143,7 @@ def test_any_text_comes_through_json_lines(tmp_path_factory: pytest.TempPathFact
         ("a.jsonl", b"", r"a\.jsonl: the file holds no text"),
         ("a.jsonl", b"\n \r\n", r"a\.jsonl: the file holds no text"),
         ("a.jsonl", codecs.BOM_UTF8, r"a\.jsonl: the file holds no text"),
-        ("a.jsonl", '{"text": ""}', "every document of the 1 files is empty"),
+        ("a.jsonl", '{"text": ""}', "no document of the 1 files has a token"),
         ("a.jsonl.gz", jsonl(TEXTS), r"a\.jsonl\.gz: cannot be read as \.jsonl\.gz"),
         ("a.jsonl.gz", gzip.compress(jsonl(TEXTS * 50).encode())[:-20], r"a\.jsonl\.gz: cannot be read as"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz: the file holds no text"),
@@ -229,6 +230,15 @@ def test_the_split_parts_documents_by_their_bytes(tmp_path: Path) -> None:
     assert set(documents_of(open_text(tmp_path, more, part="held_out", held_out=0.2))) > set(sides["held_out"])
 
 
+def test_documents_without_a_token_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(["one", "?", "two"]))
+    deaf = attrs.evolve(byte_tokenizer(), encode_batch=lambda texts: [list(t.replace("?", "").encode()) for t in texts])
+    rows = open_data(TextData(paths=(str(path),), seq_len=4), context(tmp_path, tokenizer=deaf))
+    assert isinstance(rows, TextRows)
+    assert documents_of(rows) == ["one", "two"]
+    assert rows.origins[:, 1].tolist() == [1, 3]
+
+
 def test_an_empty_side_of_the_split_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "a")
     for part, share in (("held_out", 0.0), ("train", 1.0)):
@@ -283,6 +293,31 @@ def test_digests_are_cached_only_for_files_that_settled(tmp_path: Path, monkeypa
     assert file_digests(files, tmp_path) == fresh
     monkeypatch.setattr(files_module, "_hash_all", lambda files: pytest.fail("hashed again"))
     assert file_digests(files, tmp_path) == fresh
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(TEXTS))
+
+    def encode(batch: Any) -> list[list[int]]:
+        write(path, jsonl([*TEXTS[:-1], "other"]))
+        return byte_tokenizer().encode_batch(batch)
+
+    cfg = TextData(paths=(str(path),))
+    with pytest.raises(ValueError, match="data: a file changed while it was read"):
+        open_data(cfg, context(tmp_path, tokenizer=attrs.evolve(byte_tokenizer(), encode_batch=encode)))
+    assert not list(tmp_path.glob("cache/tokens/*/meta.json"))
+    assert documents_of(open_text(tmp_path, path)) == [*TEXTS[:-1], "other"]
+
+
+def test_ids_that_changed_on_the_disk_are_made_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(TEXTS))
+    open_text(tmp_path, path)
+    (file,) = tmp_path.glob("cache/tokens/*/tokens.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert documents_of(open_text(tmp_path, path)) == TEXTS
+    (meta,) = tmp_path.glob("cache/tokens/*/meta.json")
+    meta.write_text(meta.read_text().replace('"uint16"', "16"))
+    assert documents_of(open_text(tmp_path, path)) == TEXTS
 
 
 @pytest.mark.parametrize("broken", ["meta.json", "tokens.bin", "offsets.npy"])

@@ -10,6 +10,7 @@ from lf.data.cache import build_once, key_of
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig, TrainedBpe
 from lf.data.hf_tokenizer import Tokenizer, read_tokenizer
 from lf.data.source import DataCtx, texts
+from lf.data.text import check_unchanged
 
 END_OF_TEXT = "<|endoftext|>"
 """The one special token of a trained tokenizer."""
@@ -35,8 +36,15 @@ def _(cfg: HfTokenizer, data: DataConfig, ctx: DataCtx) -> Tokenizer:
 @open_tokenizer.register
 def _(cfg: TrainedBpe, data: DataConfig, ctx: DataCtx) -> Tokenizer:
     source = texts(data, ctx)
-    folder = ctx.cache_dir / "tokenizers" / key_of(_FORMAT, cfg.vocab, cfg.sample_bytes, source.key())
-    build_once(folder, lambda temporary: _train(temporary, cfg, source.read))
+    content = source.key()
+
+    def build(temporary: Path) -> Mapping[str, Any]:
+        made = _train(temporary, cfg, source.read)
+        check_unchanged(content, source.key(), ctx.path)
+        return made
+
+    folder = ctx.cache_dir / "tokenizers" / key_of(_FORMAT, cfg.vocab, cfg.sample_bytes, content)
+    build_once(folder, build)
     return read_tokenizer(folder)
 
 
