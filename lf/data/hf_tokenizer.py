@@ -108,7 +108,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file}: a JSON {type(value).__name__}, not an object; fetch it again")

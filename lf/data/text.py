@@ -100,6 +100,13 @@ def open_text(cfg: TextData, *, tokenizer: Tokenizer | None, seed: int, cache_di
     """
     if tokenizer is None:
         raise ValueError(f"{where} is text, which needs a tokenizer; set tokenizer to TrainedBpe() or HfTokenizer(...)")
+    if (cfg.part, cfg.held_out) in (("held_out", 0.0), ("train", 1.0)):
+        what = (
+            "nothing is held out" if cfg.part == "held_out" else "everything is held out, and nothing left to train on"
+        )
+        raise ValueError(
+            f"{where}.part = {cfg.part!r} with held_out = {cfg.held_out}: {what}; set {where}.held_out between 0 and 1"
+        )
     files = find_files(cfg, where)
     content = text_key(cfg, files, cache_dir)
 

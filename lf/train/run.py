@@ -18,6 +18,7 @@ from lf.config import from_json, read_text, resume_changes, to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.source import DataCtx, Rows, open_data
+from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
@@ -105,6 +106,7 @@ def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Co
         start = attrs.evolve(from_checkpoint(folder, opened.reader), published=None)
     layout = check_run(run, start.model, device, comm.world)
     tokenizer = _tokenizer(run, folder, resumed=opened.reader is not None)
+    check_split(run.data, run.eval.data)
     rows = _open(run.data, "data", run.seed, start.model, tokenizer)
     check_layout(start.model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
