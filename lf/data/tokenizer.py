@@ -11,6 +11,7 @@ from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig, TrainedBpe
 from lf.data.hf_tokenizer import Tokenizer, read_tokenizer
 from lf.data.source import DataCtx, texts
 from lf.data.text import check_unchanged
+from lf.models.spec import no_rule
 
 END_OF_TEXT = "<|endoftext|>"
 """The one special token of a trained tokenizer."""
@@ -22,10 +23,7 @@ _PIECE_BYTES = 4096
 @functools.singledispatch
 def open_tokenizer(cfg: TokenizerConfig, data: DataConfig, ctx: DataCtx) -> Tokenizer:
     """Returns the tokenizer of a config; `data` is the run's training data, which it may learn from."""
-    raise NotImplementedError(
-        f"open_tokenizer has no rule for {type(cfg).__module__}.{type(cfg).__qualname__}; add one with "
-        "@open_tokenizer.register in the file that defines it"
-    )
+    raise no_rule(open_tokenizer, cfg)
 
 
 @open_tokenizer.register

@@ -66,7 +66,7 @@ def _(cfg: Toy, output: spec.Output, batch: spec.Batch) -> dict[str, Tensor]:
 
 @spec.collate.register
 def _(cfg: Toy, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
-    return spec.text_batch(rows, like)
+    return spec.text_batch(rows, like, cfg.vocab)
 
 
 @spec.init_rules.register
@@ -78,12 +78,6 @@ def _(cfg: Toy) -> tuple[spec.InitRule, ...]:
 def _(cfg: Toy) -> WeightMap:
     layers = [f"layers.{i}.{kind}" for i in range(cfg.layers) for kind in ("weight", "bias")]
     return WeightMap(rules=tuple(Same(lf=name, hf=name) for name in ("embed.weight", *layers, "head.weight")))
-
-
-@spec.check_model.register
-def _(cfg: Toy, data: Mapping[str, int]) -> None:
-    if data.get("vocab", 0) > cfg.vocab:
-        raise ValueError(f"model.vocab = {cfg.vocab}, but the data has token id {data['vocab'] - 1}; raise model.vocab")
 
 
 @spec.hf_config.register
