@@ -18,7 +18,7 @@ import tyro
 
 from lf import config_json
 from lf.config_json import check_types as check_types
-from lf.config_json import children, inside, show
+from lf.config_json import children, inside, refused_field, show
 from lf.config_json import to_json as to_json
 
 T = TypeVar("T")
@@ -175,6 +175,9 @@ def _failure(path: Path, error: BaseException) -> str:
         return f"{place}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f"{path}:{lines[-1]}" if lines else str(path)
+    misfit = refused_field(error) if isinstance(error, TypeError) else None
+    if misfit is not None:
+        return f"{place}: {misfit}"
     return f"{place}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -182,14 +185,14 @@ def override(cfg: T, args: Sequence[str], prog: str, *, description: str | None 
     """Returns the config with the leaf values that flags such as `--optim.lr 3e-4` give.
 
     `--help` prints the flags of this very config with its values and exits with 0; a wrong flag or value is explained
-    on stderr and exits with 2.
+    on stderr and exits with 2. Raises ValueError for a value that is not what its field takes, infinity among them.
     """
     for path in _empty(cfg):
         for arg in args:
             if arg.replace("-", "_").startswith(f"__{path}."):
                 raise ValueError(f"{arg}: {path} is None in this config; flags change values only, so set it in Python")
     try:
-        return tyro.cli(
+        changed: T = tyro.cli(
             type(cfg),
             default=cfg,
             args=list(args),
@@ -199,6 +202,8 @@ def override(cfg: T, args: Sequence[str], prog: str, *, description: str | None 
         )
     except TypeError as error:  # tyro explains ValueError only, and some validators of attrs raise this
         raise ValueError(f"{prog}: {error.args[0] if error.args else error}") from error
+    check_types(changed)
+    return changed
 
 
 def _empty(value: Any, at: str = "") -> Iterator[str]:
