@@ -61,7 +61,7 @@ def _print(args: Args) -> None:
         ids = generate(start.model, model, prompt, args, eos=tokenizer.eos, device=device.torch_type)
         for text in stream_text(tokenizer.decode, prompt, ids):
             print(text, end="", flush=True)
-    print()
+    print(flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Continuing a text: as transformers does greedily, equal with and without the cache, and drawn as it should be."""
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from lf.train.convert import import_folder
 from lf.train.start import load_model, open_start
 from lf.train.start import local_context as context
 from lf.train.state import initial_value
+from scripts import generate as script_module
 from scripts.generate import main
 from tests.cases import DENSE
 from tests.test_convert import write_tokenizer
@@ -296,6 +298,19 @@ def test_the_script_takes_a_converted_folder(
     assert "if(x):" + done.stdout == expected + "\n"
     assert refused(capsys, tmp_path / "lf", "--prompt", "x" * 256).startswith("error: the prompt has 256 tokens")
     assert refused(capsys, tmp_path, "--prompt", "x").startswith(f"error: {tmp_path / 'config.json'} is missing")
+
+
+def test_a_reader_that_goes_away_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    # Leaving the block writes what is left, as the interpreter does when it ends.
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(script_module, "_print", lambda args: print("x", flush=True))
+        assert main(["folder", "--prompt", "x"]) == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_the_script_takes_a_run_folder(workers: Workers, tmp_path: Path) -> None:

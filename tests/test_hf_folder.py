@@ -82,6 +82,16 @@ BROKEN_FILES = {
     "unknown dtype": (edit_header(lambda header: header["d"].update(dtype="F4")), "d has the unknown dtype 'F4'"),
     "overlap": (edit_header(lambda header: header["d"].update(data_offsets=[40, 88])), "d overlaps the tensor before"),
     "gap": (edit_header(lambda header: header["d"].update(data_offsets=[52, 100])), "d leaves a gap before it"),
+    "metadata of numbers": (
+        edit_header(lambda header: header.update(__metadata__={"a": 1})),
+        "is no object of strings",
+    ),
+    "metadata in a list": (edit_header(lambda header: header.update(__metadata__=["a"])), "is no object of strings"),
+    "nested without end": (edit_header(lambda header: b"[" * 100_000), "has a broken header"),
+    "half a surrogate pair": (
+        edit_header(lambda header: header.update(__metadata__={"a": "\ud800"})),
+        "not safetensors",
+    ),
     "wrong extent": (
         edit_header(lambda header: header["d"].update(shape=[3, 3])),
         r"d of shape \[3, 3\] and dtype F32 needs 36 bytes, its header gives it 48",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lf.models.llm.qwen import qwen3_tiny
-from lf.models.spec import IGNORE, ModelConfig, check_model, collate, weight_map
-from lf.models.toy import Toy
+from lf.models.spec import IGNORE, ModelConfig, check_model, collate, hf_config, weight_map
+from lf.models.toy import Toy, from_hf
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +30,15 @@ def test_a_vocabulary_that_is_too_small_is_refused_by_default() -> None:
         with pytest.raises(ValueError, match=r"model\.vocab = 10, but the data has token id 10; raise model\.vocab"):
             check_model(cfg, {"vocab": 11})
     check_model(Silent(), {"vocab": 11})
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"), [(None, "layers is missing"), ("2", "must be a whole number"), (0, "least 1")]
+)
+def test_a_toy_is_read_field_by_field(layers: Any, said: str) -> None:
+    assert from_hf(hf_config(Toy(layers=3))) == Toy(layers=3)
+    with pytest.raises(ValueError, match=said):
+        from_hf({"vocab": 10, "hidden": 4, "layers": layers})
 
 
 def test_a_question_without_a_rule_says_what_to_write() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lf.models import quantised
@@ -167,8 +167,15 @@ def open_folder(path: str | Path, *, stems: Sequence[str] = STEMS) -> HfFolder:
         config=config,
         config_bytes=config_bytes,
         quantisation=quantisation,
-        handles={file: safe_open(path / file, "pt") for file in files},
+        handles={file: _open_file(path / file) for file in files},
     )
+
+
+def _open_file(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not safetensors ({error}): {_CURE}") from error
 
 
 def parse_config(file: Path, content: bytes) -> dict[str, Any]:
@@ -288,6 +295,8 @@ def _read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     try:
         header = json.loads(raw, object_pairs_hook=_unique)
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("__metadata__ is no object of strings")
         spans = sorted(_span(name, **entry) for name, entry in header.items())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} has a broken header ({error}): {_CURE}") from error

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lf.models import spec
+from lf.models.llm.fields import whole
 from lf.models.weights import Same, WeightMap
 
 
@@ -87,7 +88,7 @@ def _(cfg: Toy) -> dict[str, Any]:
 
 def from_hf(config: Mapping[str, Any]) -> Toy:
     """Returns the model of a config.json that `hf_config` wrote."""
-    return Toy(**{field.name: config[field.name] for field in attrs.fields(Toy)})
+    return Toy(**{field.name: whole(config, field.name) for field in attrs.fields(Toy)})
 
 
 @spec.shard_spec.register
