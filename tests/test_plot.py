@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lf.train.plot import plot_runs, read_curves, smooth
+from scripts.plot import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,6 +109,12 @@ def test_matplotlib_missing_names_the_extra(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'lf\[plot\]'"):
         plot_runs([run(tmp_path / "a", 3)], tmp_path / "out.png")
+
+
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main((run(tmp_path / "a", 3),), out=tmp_path / "file" / "loss.png") == 1
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_the_script(tmp_path: Path) -> None:

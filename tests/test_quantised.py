@@ -178,12 +178,14 @@ def test_a_config_that_states_fp8_of_plain_weights_is_refused(tmp_path, stated):
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.bool, "BOOL"), (torch.complex64, "C64"), (torch.int32, "I32")],
+    [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.bool, "BOOL"), (torch.complex64, "C64"), (torch.int16, "I16")],
 )
 def test_weights_in_codes_are_refused_without_a_config_that_says_how(tmp_path, kind, code):
     tensors = {"a": torch.ones(2, 2).to(kind), "b": torch.ones(2, 2).to(torch.float8_e4m3fn), "mask": torch.ones(2) > 0}
     opened = open_folder(folder(tmp_path, tensors, {}))
-    with pytest.raises(ValueError, match="2 not stored as F64, F32, F16, BF16, I64, so perhaps quantised: ") as caught:
+    with pytest.raises(
+        ValueError, match="2 not stored as F64, F32, F16, BF16, I64, I32, so perhaps quantised: "
+    ) as caught:
         check(WeightMap((Same("a", "a"), Same("b", "b"), Carried("mask"))), opened, {"a": (2, 2), "b": (2, 2)})
     assert f"a in model.safetensors is {code}, b in model.safetensors is F8_E4M3" in str(caught.value)
 

@@ -22,7 +22,7 @@ from lf.models.spec import Part, Placed, no_rule
 Shape = tuple[int, ...]
 """Extents of a tensor."""
 
-_PLAIN = ("F64", "F32", "F16", "BF16", "I64")
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32")
 
 
 @attrs.frozen
