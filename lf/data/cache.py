@@ -23,10 +23,11 @@ def key_of(*parts: Any) -> str:
 def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the facts that `build` returned for `folder`, building it first where it is missing or broken.
 
-    `build` fills an empty temporary folder. Its facts (JSON) and the sizes of its files go into `meta.json`, and one
-    rename makes it `folder`. Processes of one host wait for each other on a file lock, which the kernel drops when its
-    holder dies. Hosts that share the disk but not the lock each build, and the first rename wins. A killed build leaves
-    nothing that counts as complete.
+    `build` fills an empty temporary folder. Its facts (JSON) and the sha256 of its files go into `meta.json`, and one
+    rename makes it `folder`. Every call reads the files once to compare them, a second or two for each GB: a byte that
+    changed on the disk is found here, and not trained on. Processes of one host wait for each other on a file lock,
+    which the kernel drops when its holder dies. Hosts that share the disk but not the lock each build, and the first
+    rename wins. A killed build leaves nothing that counts as complete.
     """
     meta = _read_meta(folder)
     if meta is not None:
@@ -48,7 +49,9 @@ def _build(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str
     temporary = folder.with_name(prefix + uuid.uuid4().hex)
     temporary.mkdir()
     try:
-        meta = {"facts": build(temporary), "files": {path.name: path.stat().st_size for path in temporary.iterdir()}}
+        facts = dict(build(temporary))
+        files = {path.name: _sha256(path) for path in temporary.iterdir()}
+        meta = {"facts": facts, "files": files, "sha256": key_of(facts, files)}
         (temporary / _META).write_text(json.dumps(meta), encoding="utf-8")
         for path in temporary.iterdir():
             sync(path)
@@ -58,19 +61,26 @@ def _build(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    facts = _read_meta(folder)
-    assert facts is not None, folder
-    return facts
+    made = _read_meta(folder)
+    if made is None:
+        raise ValueError(f"{folder}: the files do not hold what was just written to them; check the disk that it is on")
+    return made
 
 
 def _read_meta(folder: Path) -> dict[str, Any] | None:
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        if all((folder / name).stat().st_size == size for name, size in meta["files"].items()):
-            return dict(meta["facts"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        facts, files = meta["facts"], meta["files"]
+        if key_of(facts, files) == meta["sha256"] and all(_sha256(folder / name) == files[name] for name in files):
+            return dict(facts)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _rename(temporary: Path, folder: Path) -> None:

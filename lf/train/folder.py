@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from lf.config import from_json, resume_changes, to_json
+from lf.config import from_json, read_text, resume_changes, to_json
 from lf.data.hf_tokenizer import Tokenizer
 from lf.models.hf_save import Source, store_source
 from lf.storage import locked
@@ -66,11 +66,7 @@ def check_same_run(run: Run, folder: Path, reader: Reader | None, say: Callable[
                 "another --out"
             )
     elif saved.is_file():
-        try:
-            text = saved.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{saved} is damaged ({error}); choose another --out") from error
-        old = from_json(text, source=str(saved), kind=Run)
+        old = from_json(read_text(saved), source=str(saved), kind=Run)
     else:
         return
     allowed, refused = resume_changes(old, _as_saved(run, old))

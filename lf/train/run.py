@@ -16,6 +16,7 @@ from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.source import DataCtx, Rows, open_data
+from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
@@ -67,7 +68,7 @@ def process_group(device: Device) -> Iterator[Comm]:
 
 def cache_dir() -> Path:
     """Returns the folder of what is built once and kept for every run: token ids and tokenizers."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lf"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lf"
 
 
 def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layout:
@@ -121,6 +122,7 @@ def open_job(
     start = open_start(run.init, run.model) if reader is None else from_checkpoint(folder, reader)
     layout = check_run(run, start.model, device, comm.world)
     tokenizer = _tokenizer(run, folder, reader)
+    check_split(run.data, run.eval.data)
     rows = _open(run.data, "data", run.seed, start.model, tokenizer)
     check_layout(start.model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
@@ -267,4 +269,4 @@ def _engine(
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
     engine.restore(engine.state, reader)
     check_all_read(reader, comm=comm)
-    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.meta["tokens"]))
+    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.fact("tokens", int)))

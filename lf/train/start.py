@@ -1,6 +1,7 @@
 """What a run starts from (a Hugging Face folder, or a checkpoint of lf), and what it exports."""
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from lf.config import from_json, load, load_function
+from lf.config import code_of, from_json, load_classes, load_function
 from lf.devices.device import Device
 from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
@@ -60,13 +61,13 @@ def open_start(init: str, model: ModelConfig | None, family: str = "") -> Start:
     )
 
 
-def open_saved(folder: Path, family: str = "") -> Start:
+def open_saved(folder: Path, family: str = "", config_file: str = "") -> Start:
     """Returns what a Hugging Face or run folder holds, for a process that has loaded no config. Else as `open_start`.
 
-    The copy of a run's config file is executed where the run has classes from there.
+    `config_file` is executed first, for a model whose class is in it; no file of the folder is executed unasked.
     """
-    if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-        load(folder / "config.json")
+    if config_file:
+        load_classes(config_file)
     return open_start(str(folder), None, family)
 
 
@@ -87,9 +88,7 @@ def newest(folder: Path) -> tuple[Reader, tuple[Skipped, ...]]:
 
 def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None) -> Start:
     """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
-    found = (
-        model if model is not None else from_json(reader.fact("model", str), source=str(reader.path), kind=ModelConfig)
-    )
+    found = model if model is not None else _saved_model(folder, reader)
 
     def check(shapes: Mapping[str, tuple[int, ...]]) -> None:
         saved = weight_shapes(reader)
@@ -104,6 +103,21 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
         published=Published(check=check, read=functools.partial(_read, reader)),
         source=_restated(load_source(source), model) if source.is_dir() else None,
     )
+
+
+def _saved_model(folder: Path, reader: Reader) -> ModelConfig:
+    text = reader.fact("model", str)
+    try:
+        model: ModelConfig = from_json(text, source=str(reader.path), kind=ModelConfig)
+    except ValueError as error:
+        for file in (file for file in code_of(text, folder) if file.stem not in sys.modules):
+            raise ValueError(
+                f"{error}\nIts class may be in {file}, and no code of a folder is executed unasked. If you trust that "
+                f"file, name it: --config-file {file} (generate.py, convert.py), or train.py --cfg a file "
+                "that imports it"
+            ) from error
+        raise
+    return model
 
 
 def _read(reader: Reader, placed: Placed) -> Tensor:
