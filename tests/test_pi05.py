@@ -243,6 +243,9 @@ def test_configs_are_read_and_stay_as_they_were(tmp_path: Path, name: str) -> No
         ({"paligemma_variant": "gemma_7b"}, "gemma_7b.*lf knows gemma_2b, gemma_300m"),
         ({"n_obs_steps": 2}, "n_obs_steps = 2"),
         ({"image_resolution": [224, 320]}, r"image_resolution = \[224, 320\]"),
+        ({"image_resolution": 224}, "image_resolution = 224 must be a list"),
+        ({"input_features": ["top"]}, r"input_features = \['top'\] must be an object"),
+        ({"vlm": 64}, "vlm = 64 must be an object with width, depth"),
         ({"vlm": {"width": 64}}, "depth is missing"),
         ({"chunk_size": 0}, "chunk_size = 0"),
         (

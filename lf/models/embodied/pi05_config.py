@@ -119,8 +119,8 @@ def _vision(config: Mapping[str, Any]) -> Siglip:
     if "vision" in config:
         return _read_sizes(config, "vision", VISION, Siglip)
     pixels = config.get("image_resolution") or [224, 224]
-    if len(set(pixels)) != 1:
-        raise ValueError(f"image_resolution = {pixels}, the model takes squares; make both numbers equal")
+    if not isinstance(pixels, list) or len(pixels) != 2 or type(pixels[0]) is not int or pixels[0] != pixels[1]:
+        raise ValueError(f"image_resolution = {pixels!r} must be a list of two equal whole numbers; correct it")
     return Siglip(image=pixels[0])
 
 
@@ -156,6 +156,10 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> in
 
 def _cameras(config: Mapping[str, Any]) -> tuple[str, ...]:
     features = config.get("input_features") or {}
+    if not isinstance(features, Mapping) or not all(isinstance(value, Mapping) for value in features.values()):
+        raise ValueError(
+            f"input_features = {features!r} must be an object from names to objects with a type; correct it"
+        )
     found = tuple(name.removeprefix(_IMAGES) for name, value in features.items() if value.get("type") == "VISUAL")
     count = whole(config, "num_cameras", len(CAMERAS))
     return found or (*CAMERAS, *(f"camera_{i}" for i in range(len(CAMERAS), count)))[:count]

@@ -4,7 +4,6 @@ Shapes: B images, I pixels of a side, Q patches of a side, S = Q * Q patches, W 
 """
 
 import attrs
-import torch
 import torch.nn.functional as F
 from attrs.validators import ge, gt
 from torch import Tensor, nn
@@ -141,8 +140,3 @@ def siglip_init(cfg: Siglip) -> dict[str, float]:
         "fc2.weight": cfg.mlp**-0.5,
         "*": cfg.width**-0.5,
     }
-
-
-def black(cfg: Siglip) -> Tensor:
-    """Returns the image [3, I, I] of a camera that is not there."""
-    return torch.full((3, cfg.image, cfg.image), -1.0)
