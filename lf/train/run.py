@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from lf.train.folder import (
     METRICS,
     TOKENIZER,
     check_place,
+    check_room,
     check_same_data,
     check_same_run,
     held,
@@ -38,13 +38,15 @@ from lf.train.folder import (
     update,
 )
 from lf.train.loop import Job
-from lf.train.names import WEIGHT
 from lf.train.profile import check_window
 from lf.train.reader import Reader
 from lf.train.schedule import check_schedule
-from lf.train.sinks import last_evaluation, open_progress, open_sinks
+from lf.train.sinks import check_sinks, last_evaluation, open_progress, open_sinks
 from lf.train.start import export, from_checkpoint, open_start
 from lf.train.state import Engine, Published, TrainState
+
+MOST_ROWS = 2**31
+"""Rows of a step, beyond which a number is a slip."""
 
 
 @contextlib.contextmanager
@@ -76,6 +78,11 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
 
     Raises NotImplementedError for a model that could not be exported at the end.
     """
+    if max(run.batch, run.parallel.micro_batch) > MOST_ROWS:
+        raise ValueError(
+            f"batch = {run.batch} and parallel.micro_batch = {run.parallel.micro_batch}: a step has at most "
+            f"{MOST_ROWS} rows; take fewer"
+        )
     weight_map(model)
     hf_config(model)
     path = "megatron" if isinstance(run.parallel, MegatronParallel) else "torch"
@@ -99,6 +106,7 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
         )
     check_schedule(run.optim.schedule, run.steps)
     check_window(run.profile, run.steps)
+    check_sinks(run.log)
     return resolve(run.parallel, world)
 
 
@@ -138,11 +146,19 @@ def open_job(
     if reader is not None:
         check_same_data(reader, meta)
     _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
-    engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
+    try:
+        engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
+    except RuntimeError as error:  # torch has a type of its own for this on accelerators only
+        if "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise ValueError(
+            f"the model does not fit into the memory of {device.name} ({str(error).splitlines()[0]}); take a smaller "
+            "one, or share it between more ranks"
+        ) from error
     if reader is not None:
         engine = _restored(engine, reader, comm)
         say(f"resumed from {reader.path}")
-    _check_disk(engine, folder, comm)
+    check_room(folder, engine.pieces(engine.state), 1, comm)
     kept = dict(start.source.files) if start.source else {}
     check_target(folder / HF, [*kept, *inputs.tokenizer_files])
 
@@ -240,25 +256,6 @@ def _check_alike(comm: Comm, mine: Mapping[str, Any]) -> None:
                     )
 
     together(comm, lambda: mine, compare, CheckpointError)
-
-
-def _check_disk(engine: Engine, folder: Path, comm: Comm) -> None:
-    """Raises CheckpointError unless the disk has room for a checkpoint of the state as it is now, and an export."""
-
-    def count() -> int:
-        pieces = [(piece.name, piece.data.nbytes) for piece in engine.pieces(engine.state)]
-        return sum(size * (2 if name.startswith(f"{WEIGHT}/") else 1) for name, size in pieces)
-
-    def check(sizes: list[int]) -> None:
-        place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-        needed, free = sum(sizes), shutil.disk_usage(place).free
-        if free < needed:
-            raise CheckpointError(
-                f"a checkpoint and an export need at least {needed} bytes, and the disk of {place} has {free} free; "
-                "free some space, or choose another --out"
-            )
-
-    together(comm, count, check, CheckpointError)
 
 
 def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | None:
