@@ -116,7 +116,7 @@ def gradients(engine: Engine, ctx: Ctx, batches: Sequence[Batch]) -> tuple[dict[
         flat[piece.start : piece.stop] = piece.data
         box.copy_(flat.view_as(box))
     assert not any(grad.isnan().any() for grad in whole.values())
-    return whole, metrics.grad_norm, metrics.loss
+    return whole, metrics.grad_norm, metrics.loss, metrics.terms
 
 
 def trained(engine: Engine, batches: Sequence[Batch], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
