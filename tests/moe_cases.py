@@ -1,15 +1,12 @@
-"""Models with experts, latent attention and further heads, and the steps that tests compare between layouts."""
-
-from typing import Any
+"""Models with experts, latent attention and further heads, and the layouts that tests compare them in."""
 
 import attrs
 
 import lf
 from lf.models.decoder import Attention, DecoderConfig, Experts, Mla, Mlp, Mtp
+from lf.models.decoder_facts import kv_heads
 from lf.models.layers.rope import Rope, YarnScaling
-from tests.cases import DENSE, dealt, gradients, megatron, off, ragged, run_of, trained
-
-__all__ = ["off"]
+from tests.cases import DENSE
 
 SOFTMAX = Experts(count=8, top_k=2, width=24, balance="sequence", balance_coef=0.02, z_coef=0.01)
 GATED = attrs.evolve(SOFTMAX, renormalise=False, shared=40, shared_gate=True, dense=(1,))
@@ -40,6 +37,7 @@ MODELS: dict[str, DecoderConfig] = {
     "tied heads": attrs.evolve(BASE, mtp=Mtp(), tied=True),
     "all": attrs.evolve(BASE, attention=LATENT, rope=YARN, experts=SIGMOID, mtp=Mtp(depth=1, coef=0.3)),
     "allgather": attrs.evolve(BASE, experts=attrs.evolve(SOFTMAX, dispatch="allgather", balance="none")),
+    "heads and experts": attrs.evolve(BASE, experts=SOFTMAX, mtp=Mtp(depth=2), tied=True),
     "max": attrs.evolve(
         BASE,
         attention=Attention(heads=4, kv_heads=2, head_dim=16, qk_norm=True, qk_norm_over="all"),
@@ -78,24 +76,28 @@ LAYOUTS: dict[str, tuple[int, lf.MegatronParallel]] = {
     "cp2 ep2": (2, P(cp=2, ep=2)),
     "cp2 ulysses": (2, P(cp=2, cp_kind="ulysses")),
     "ep4": (4, P(ep=4)),
-    "ep2 etp2 tp2": (4, P(tp=2, ep=2, etp=2)),
-    "pp2 ep2 tp2": (4, P(pp=2, ep=2, tp=2)),
-    "pp2 tp2 cp1 dp1": (4, P(pp=2, tp=2, ep=2)),
+    "tp2 ep2 etp2": (4, P(tp=2, ep=2, etp=2)),
+    "pp2 tp2 ep2": (4, P(pp=2, tp=2, ep=2)),
     "tp2 cp2 ep4": (4, P(tp=2, cp=2, ep=4)),
-    "pp2 cp2": (4, P(pp=2, cp=2, ep=2)),
+    "pp2 cp2 ep2": (4, P(pp=2, cp=2, ep=2)),
     "pp4": (4, P(pp=4)),
 }
 
+WIDE: dict[str, tuple[int, lf.MegatronParallel]] = {
+    "tp2 pp2 ep2 dp2": (8, P(tp=2, pp=2, ep=2)),
+    "tp2 cp2 ep4 etp2 dp2": (8, P(tp=2, cp=2, ep=4, etp=2)),
+}
+"""Layouts of eight processes, in the full product only."""
 
-def one_step(model: str, parallel: lf.MegatronParallel) -> Any:
-    """Returns every gradient of one step, its norm, the loss and the terms."""
-    engine, ctx = megatron(run_of(MODELS[model], optim=lf.AdamW(clip=0.0), parallel=parallel))
-    rows = ragged(MODELS[model], 8, 24, seed=3)
-    return gradients(engine, ctx, dealt(rows, parallel.micro_batch, ctx.layout))
 
-
-def three_steps(model: str, parallel: lf.MegatronParallel, optim: lf.OptimConfig) -> Any:
-    """Returns the losses of three steps and the weights after them."""
-    engine, ctx = megatron(run_of(MODELS[model], optim=optim, parallel=parallel))
-    rows = ragged(MODELS[model], 8, 24, seed=3)
-    return trained(engine, dealt(rows, parallel.micro_batch, ctx.layout), 3)
+def fits(model: str, layout: str) -> bool:
+    """Returns whether a layout of the tables can hold a model."""
+    cfg, (_, parallel) = MODELS[model], {**LAYOUTS, **WIDE}[layout]
+    modules = parallel.recompute_modules if parallel.recompute == "selective" else ()
+    if cfg.experts is None and (parallel.ep * parallel.etp > 1 or {"moe", "moe_act"} & set(modules)):
+        return False
+    if "mla_up_proj" in modules and not isinstance(cfg.attention, Mla):
+        return False
+    if "shared_experts" in modules and not (cfg.experts and cfg.experts.shared):
+        return False
+    return parallel.cp_kind != "ulysses" or kv_heads(cfg.attention) % (parallel.tp * parallel.cp) == 0
