@@ -74,10 +74,18 @@ def difference(value: Tensor | None, reference: Tensor) -> float | None:
 
 def compare(folder: Path, ctx: Ctx) -> Parity:
     """Returns how far lf is from a golden folder of a language model; raises ValueError for an unknown family."""
-    start, file = open_start(str(folder), None), folder / "config.json"
+    start = open_start(str(folder), None)
     recorded = load_file(folder / "io.safetensors", device=ctx.device.torch_type)
     model = load_model(start, ctx)
     outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, ctx)
+    return judge(folder, recorded, outputs, grads)
+
+
+def judge(
+    folder: Path, recorded: Mapping[str, Tensor], outputs: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+) -> Parity:
+    """Returns how far outputs and gradients are from all that a golden folder has recorded."""
+    file = folder / "config.json"
     known = {name: value for name, value in recorded.items() if name.endswith(("logits", "loss"))}
     mask = recorded.get("attention_mask")
     kept = {name: _valid(value, mask) for name, value in known.items()}
@@ -117,15 +125,21 @@ def _outputs(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor])
     unlabelled = {name: value for name, value in batch.items() if not name.startswith("labels")}
     with torch.no_grad():
         logits, losses = forward(cfg, model, unlabelled), loss_terms(cfg, forward(cfg, model, batch), batch)
-    counts, factors = loss_weights(cfg, batch), loss_coefficients(cfg)
-    means = {name: losses[name] / counts[name] for name in losses}
-    made = {_recorded(name, "logits"): value for name, value in _by_term(logits).items()}
+    counts = loss_weights(cfg, batch)
+    return named_outputs(cfg, by_term(logits), {name: losses[name] / counts[name] for name in losses})
+
+
+def named_outputs(cfg: ModelConfig, logits: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns logits and mean losses by term under their recorded names, and the total loss."""
+    factors = loss_coefficients(cfg)
+    made = {_recorded(name, "logits"): value for name, value in logits.items()}
     made |= {_recorded(name, "loss"): value.reshape(1) for name, value in means.items()}
     total = torch.stack([factors.get(name, 1.0) * value for name, value in means.items()]).sum()
     return {**made, "total_loss": total.reshape(1)}
 
 
-def _by_term(output: Any) -> Mapping[str, Tensor]:
+def by_term(output: Any) -> Mapping[str, Tensor]:
+    """Returns a model's output by loss term."""
     return output if isinstance(output, dict) else {"lm": output}
 
 
