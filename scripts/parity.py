@@ -22,7 +22,7 @@ class Args:
     """Compares models with recorded numbers. Exit code 1 when any folder is off, 2 for a folder that lf cannot read."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Golden folders: a checkpoint folder with io.safetensors beside it."""
+    """Golden folders: a checkpoint folder with io.safetensors beside it, or weights, inputs and outputs.safetensors."""
     device: str = ""
     """Name of the device; empty takes the best one that is there."""
     tp: int = 1

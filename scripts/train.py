@@ -3,20 +3,11 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lf.devices.detect import apply_env, detect, early_env, render_env
-
-if TYPE_CHECKING:
-    from lf.train.loop import Ended, Job
+from lf.terminal import say, tolerant
 
 RANK = int(os.environ.get("RANK", "0"))
-
-
-def say(text: str) -> None:
-    """Prints a line on rank 0."""
-    if RANK == 0:
-        print(text, flush=True)
 
 
 def fail(error: Exception, code: int) -> int:
@@ -27,47 +18,43 @@ def fail(error: Exception, code: int) -> int:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 error, 2 bad usage or config, 143 after SIGTERM, 130 after Ctrl-C."""
+    try:
+        return train(argv)
+    except KeyboardInterrupt:  # before the first step, or a second Ctrl-C
+        return fail(RuntimeError("interrupted; what was saved before is whole"), 130)
+
+
+def train(argv: list[str]) -> int:
+    """Trains, and returns the exit code."""
     early = early_env()
     from lf import config
-    from lf.launch import parse, split_name
+    from lf.launch import parse
 
     try:
-        launch, base, run = parse(argv, quiet=RANK != 0)
+        launch, base, cfg = parse(argv, quiet=RANK != 0)
         device = detect(launch.device)
     except ValueError as error:
         return fail(error, 2)
-    for path, old, new in config.diff(base, run):
+    for path, old, new in config.diff(base, cfg):
         say(f"override {path}: {old} -> {new}")
     say(f"device {device.name}\n{render_env((*early, *apply_env(device)))}".rstrip())
 
-    from lf.train.loop import FAULTS, train
+    from lf.train import loop
     from lf.train.run import open_job, process_group
+    from lf.train.summary import close
 
-    opened = False
+    job = None
     try:
         with process_group(device) as comm:
-            job = open_job(run, Path(launch.out), split_name(launch.cfg)[0], device, comm, say)
-            opened = True
-            ended = train(job)
-            return 128 + ended.signal if ended.signal else close(job, ended)
-    except FAULTS as error:
-        return fail(error, 2 if isinstance(error, ValueError) and not opened else 1)
-
-
-def close(job: "Job", ended: "Ended") -> int:
-    """Says and draws on rank 0 what a finished run has come to."""
-    from lf.train.plot import plot_runs
-    from lf.train.summary import summary
-
-    if RANK == 0:
-        say(summary(job, ended))
-        try:
-            plot_runs([job.folder], job.folder / "loss.png")
-        except ValueError as error:
-            say(f"no loss.png: {error}")
-        say(f"run folder {job.folder}: metrics.jsonl, checkpoints/, hf/, loss.png")
-    return 0
+            job = open_job(cfg, Path(launch.out), config.loaded_files(), device, comm, say)
+            ended = loop.train(job)
+            if not ended.signal:
+                close(job, ended)
+            return 128 + ended.signal if ended.signal else 0
+    except loop.FAULTS as error:
+        return fail(error, 2 if isinstance(error, ValueError) and job is None else 1)
 
 
 if __name__ == "__main__":
+    tolerant()
     sys.exit(main(sys.argv[1:]))

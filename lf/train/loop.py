@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -18,11 +18,14 @@ from lf.models.spec import Batch, Layout, ModelConfig, collate, flops
 from lf.train import checkpoint
 from lf.train.comm import Comm
 from lf.train.config import Run
-from lf.train.meter import Timing, add_timing, eval_line, line, report_step, to_json
+from lf.train.folder import HF
+from lf.train.meter import Timing, add_timing, eval_line, finite, line, report_step, to_json
 from lf.train.profile import profile_window
 from lf.train.sinks import Progress, Sinks
 from lf.train.state import Engine, Metrics, TrainState
-from lf.train.step import NonFiniteError
+from lf.train.step import NonFiniteError, NothingToScoreError
+
+T = TypeVar("T")
 
 FAULTS = (ValueError, NotImplementedError, OSError, checkpoint.CheckpointError, NonFiniteError)
 """What can go wrong with a run through no fault of lf: the message says what, and no traceback is needed."""
@@ -44,6 +47,8 @@ class Job:
     """Training data."""
     eval_rows: Rows | None
     """Held-out data."""
+    evaluated: int
+    """Last step that the run folder has a held-out loss of."""
     layout: Layout
     """Degrees of parallelism, and this rank's place."""
     device: Device
@@ -76,11 +81,23 @@ class Ended:
     """The last held-out loss."""
 
 
+class _StoppedError(Exception):
+    """All ranks stop at the same point: `signal` was caught by one of them, or 0 and `fault` is what went wrong."""
+
+    def __init__(self, number: int, fault: BaseException | None) -> None:
+        super().__init__(number, fault)
+        self.signal, self.fault = number, fault
+
+
+_FAULT = 1000
+"""What ranks agree on, in place of a signal's number, when one of them cannot go on."""
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
-    """Gives a function that returns the first SIGTERM or SIGINT since the start, 0 without one.
+    """Gives a function that returns the first SIGTERM, SIGINT or SIGHUP since the start, 0 without one.
 
-    A second Ctrl-C interrupts at once: what was saved before stays whole.
+    A second Ctrl-C interrupts at once: what was saved before stays whole. A SIGHUP that is ignored (nohup) stays so.
     """
     caught = 0
 
@@ -90,7 +107,10 @@ def _signals() -> Iterator[Callable[[], int]]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield lambda: caught
     finally:
@@ -98,11 +118,21 @@ def _signals() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def _agreed(number: int, device: str) -> int:
-    """Returns the largest signal that any rank has caught, so that all stop after the same step."""
-    flag = torch.tensor(number, device=device)
+def _next(job: Job, source: Iterator[T], signals: Callable[[], int]) -> T | None:
+    """Returns the next item on this rank, None after the last one.
+
+    Every rank calls it at once. Raises _StoppedError on all of them when one has caught a signal or has no way on.
+    """
+    item, fault = None, None
+    try:
+        item = next(source, None)
+    except Exception as error:
+        fault = error
+    flag = torch.tensor(_FAULT if fault else signals(), device=job.device.torch_type)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return int(flag.item())
+    if number := int(flag.item()):
+        raise _StoppedError(number % _FAULT, fault)
+    return item
 
 
 def _collated(job: Job, groups: Sequence[Sequence[Row | None]], like: Row) -> list[Batch]:
@@ -140,7 +170,7 @@ def train(job: Job) -> Ended:
             name = signal.Signals(ended.signal).name
             job.say(f"{name}: step {ended.state.step} of {run.steps} is saved; the same command goes on from there")
         else:
-            job.export(ended.state, "hf")
+            job.export(ended.state, HF)
         return ended
 
 
@@ -148,26 +178,51 @@ def _steps(
     job: Job, feed: Iterator[Fetched[list[Batch]]], begin: Callable[[int], None], signals: Callable[[], int]
 ) -> Ended:
     run, state = job.run, job.engine.state
+    saved = state.step or -1
     window: tuple[Timing, ...] | None = None
     loss: float | None = None
-    for fetched in feed:
-        begin(fetched.step)
-        started = time.perf_counter()
-        state, metrics = job.engine.step(state, fetched.value)
-        window = _report(job, state, metrics, window, fetched, time.perf_counter() - started)
-        last = state.step == run.steps
-        if last or _due(state.step, run.eval.every):
-            loss = _evaluate(job, state, write=True)
-        caught = _agreed(signals(), job.device.torch_type)
-        if last or caught or _due(state.step, run.save.every):
+    try:
+        if state.step:
+            loss = _follow(job, state, signals, resumed=True)
+        while (fetched := _next(job, feed, signals)) is not None:
+            begin(fetched.step)
+            started = time.perf_counter()
+            state, metrics = job.engine.step(state, fetched.value)
+            window = _report(job, state, metrics, window, fetched, time.perf_counter() - started)
+            if state.step == run.steps or _due(state.step, run.save.every):
+                _save(job, state)
+                saved = state.step
+            loss = _follow(job, state, signals, resumed=False)
+    except (_StoppedError, NonFiniteError, NothingToScoreError) as stop:
+        # What was trained since the last checkpoint is good: all ranks are here, and nothing is half done.
+        if saved != state.step:
             _save(job, state)
-        if _due(state.step, run.save.export_every) and not last:
-            job.export(state, f"hf_step_{state.step}")
-        if caught:
-            return Ended(state=state, signal=caught, eval_loss=loss)
-    if window is None:
-        loss = _evaluate(job, state, write=False)
+        if isinstance(stop, NonFiniteError):
+            job.sinks.write({"step": state.step + 1, "loss": finite(stop.loss), "grad_norm": finite(stop.norm)})
+        if not isinstance(stop, _StoppedError):
+            raise
+        if stop.signal:
+            return Ended(state=state, signal=stop.signal, eval_loss=None)
+        raise stop.fault or checkpoint.CheckpointError(
+            f"another rank could not go on after step {state.step}, which is saved; see its message"
+        ) from None
     return Ended(state=state, signal=0, eval_loss=loss)
+
+
+def _follow(job: Job, state: TrainState, signals: Callable[[], int], *, resumed: bool) -> float | None:
+    """Does what is due after a step besides its checkpoint; returns the held-out loss, None where none is due.
+
+    A run that resumes makes up for what it was killed in, and repeats nothing but the closing evaluation.
+    """
+    run, step = job.run, state.step
+    last, loss, again = step == run.steps, None, resumed and job.evaluated >= step
+    if last or (_due(step, run.eval.every) and not again):
+        loss = _evaluate(job, state, signals, write=not again)
+    if _due(step, run.save.export_every) and not last:
+        name = f"{HF}_step_{step}"
+        if not resumed or not job.comm.broadcast((job.folder / name).is_dir()):
+            job.export(state, name)
+    return loss
 
 
 def _due(step: int, every: int) -> bool:
@@ -211,13 +266,14 @@ def _report(
     return window
 
 
-def _evaluate(job: Job, state: TrainState, *, write: bool) -> float | None:
-    """Returns the held-out loss, None without held-out data; a run that had ended before writes no second line."""
+def _evaluate(job: Job, state: TrainState, signals: Callable[[], int], *, write: bool) -> float | None:
+    """Returns the held-out loss, None without held-out data."""
     if job.eval_rows is None:
         return None
     like = job.eval_rows.row(0, 0)
-    batches = eval_batches(job.eval_rows, batches=job.run.eval.batches, **_share(job))
-    values = job.engine.evaluate(state, (_collated(job, rows, like) for rows in batches))
+    wanted = eval_batches(job.eval_rows, batches=job.run.eval.batches, **_share(job))
+    source = (_collated(job, rows, like) for rows in wanted)
+    values = job.engine.evaluate(state, iter(lambda: _next(job, source, signals), None))
     loss = values.pop("loss")
     if write:
         job.sinks.write(eval_line(state.step, loss, values))

@@ -9,6 +9,15 @@ import torch
 from lf.train.config import Profile
 
 
+def check_window(cfg: Profile, steps: int) -> None:
+    """Raises ValueError unless the window lies within the steps of the run."""
+    if cfg.start and cfg.start + cfg.steps - 1 > steps:
+        raise ValueError(
+            f"profile.start = {cfg.start} and profile.steps = {cfg.steps} ask for steps up to "
+            f"{cfg.start + cfg.steps - 1}, but steps = {steps}; begin earlier, or record fewer"
+        )
+
+
 @contextlib.contextmanager
 def profile_window(cfg: Profile, folder: Path, *, rank: int = 0) -> Iterator[Callable[[int], None]]:
     """Yields a function to be called with the number of each step before it begins.

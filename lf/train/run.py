@@ -2,40 +2,49 @@
 
 import contextlib
 import datetime
-import errno
-import fcntl
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from lf.config import from_json, resume_changes, to_json
+from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.source import DataCtx, Rows, open_data
+from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
-from lf.models.hf_save import Source, store_source
+from lf.models.hf_save import check_target
 from lf.models.spec import Ctx, Layout, ModelConfig, check_layout, check_model, hf_config, paths, type_name, weight_map
 from lf.parallel.config import MegatronParallel, resolve
-from lf.train.checkpoint import CheckpointError, check_all_read, distributed, open_latest
+from lf.train.checkpoint import CheckpointError, check_all_read, distributed, latest, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
+from lf.train.folder import (
+    HF,
+    METRICS,
+    TOKENIZER,
+    check_place,
+    check_same_data,
+    check_same_run,
+    held,
+    make,
+    update,
+)
 from lf.train.loop import Job
+from lf.train.names import WEIGHT
+from lf.train.profile import check_window
 from lf.train.reader import Reader
 from lf.train.schedule import check_schedule
-from lf.train.sinks import open_progress, open_sinks
-from lf.train.start import SOURCE, export, from_checkpoint, open_start
+from lf.train.sinks import last_evaluation, open_progress, open_sinks
+from lf.train.start import export, from_checkpoint, open_start
 from lf.train.state import Engine, Published, TrainState
-
-TOKENIZER = "tokenizer"
-"""Folder, in a run folder, of the tokenizer's files."""
 
 
 @contextlib.contextmanager
@@ -59,7 +68,7 @@ def process_group(device: Device) -> Iterator[Comm]:
 
 def cache_dir() -> Path:
     """Returns the folder of what is built once and kept for every run: token ids and tokenizers."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lf"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lf"
 
 
 def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layout:
@@ -83,68 +92,134 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
                 "set precision.params to float32"
             )
         require(device, "bf16", "precision.params", "set precision.params to float32")
+    if path == "megatron" and (run.optim.freeze or run.optim.rates):
+        raise ValueError(
+            "optim.freeze and optim.rates are for the torch path, and parallel is a MegatronParallel; leave them "
+            "empty, or set parallel to lf.TorchParallel(...) where the model trains there"
+        )
     check_schedule(run.optim.schedule, run.steps)
+    check_window(run.profile, run.steps)
     return resolve(run.parallel, world)
 
 
-def open_job(run: Run, folder: Path, config_file: Path, device: Device, comm: Comm, say: Callable[[str], None]) -> Job:
+def open_job(
+    run: Run, folder: Path, files: Sequence[Path], device: Device, comm: Comm, say: Callable[[str], None]
+) -> Job:
     """Returns the job of a run on this rank, at the step that its folder has reached.
 
-    Raises ValueError for what is wrong with the run or its data, CheckpointError for what is wrong with its folder.
+    `files` are the config files that were executed. Raises ValueError for what is wrong with the run or its data,
+    CheckpointError for what is wrong with its folder.
     """
+    check_place(folder)
     lock = contextlib.ExitStack()
-    if folder.is_dir():
-        _on_first(comm, lambda: lock.enter_context(_locked(folder)))
-    _check_folder(run, folder, say)
+
+    def hold() -> None:
+        # A folder that is not there yet is locked when it is made, so that a run that is refused leaves nothing.
+        if folder.is_dir():
+            lock.enter_context(held(folder))
+
+    _on_first(comm, hold)
     opened = open_latest(folder, comm=comm)
     for skipped in opened.skipped:
         say(f"skipped {skipped.path}: {skipped.reason}")
-    if opened.reader is None:
-        start = open_start(run.init, run.model)
-    else:
-        start = attrs.evolve(from_checkpoint(folder, opened.reader), published=None)
+    reader = opened.reader
+    check_same_run(run, folder, reader, say)
+    start = open_start(run.init, run.model) if reader is None else from_checkpoint(folder, reader)
     layout = check_run(run, start.model, device, comm.world)
-    tokenizer = _tokenizer(run, folder, resumed=opened.reader is not None)
-    rows = _open(run.data, "data", run.seed, start.model, tokenizer)
-    check_layout(start.model, layout, rows.describe().get("length", 1))
-    # Held-out rows are packed in one way, so that held-out losses compare between seeds.
-    held_out = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, start.model, tokenizer)
-    engine, layout = _engine(run, start.model, layout, device, start.published)
-    if opened.reader is not None:
-        engine = _restored(engine, opened.reader, comm)
-        say(f"resumed from {opened.reader.path}")
-    else:
-        whole = attrs.evolve(run, model=start.model)
+    inputs = _open_inputs(run, folder, reader, start.model, layout)
+    whole = attrs.evolve(run, model=start.model)
+    meta = {
+        "model": to_json(start.model),
+        "run": to_json(whole),
+        "params": run.precision.params,
+        "tokenizer": inputs.tokenizer_facts,
+        "data": inputs.rows.describe(),
+    }
+    if reader is not None:
+        check_same_data(reader, meta)
+    _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
+    engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
+    if reader is not None:
+        engine = _restored(engine, reader, comm)
+        say(f"resumed from {reader.path}")
+    _check_disk(engine, folder, comm)
+    kept = dict(start.source.files) if start.source else {}
+    check_target(folder / HF, [*kept, *inputs.tokenizer_files])
 
-        def make_folder() -> None:
-            lock.enter_context(_locked(folder))
-            _write_folder(whole, folder, config_file, start.source, tokenizer)
-
+    def write_folder() -> None:
+        if reader is not None:
+            update(whole, folder, files)
+            return
         lock.close()
-        _on_first(comm, make_folder)
-    files, eos = ({}, None) if tokenizer is None else (tokenizer.files, tokenizer.eos)
+        lock.enter_context(held(folder))
+        if latest(folder) is not None:
+            raise CheckpointError(f"another process has begun to train in {folder}; give the same command again")
+        make(whole, folder, files, start.source, inputs.tokenizer)
+
+    _on_first(comm, write_folder)
 
     def save_hf(state: TrainState, name: str) -> None:
-        weights, write = engine.weights(state), comm.rank == 0
-        export(start.model, weights, folder / name, source=start.source, files=files, eos=eos, write=write)
+        export(
+            start.model,
+            engine.weights(state),
+            folder / name,
+            source=start.source,
+            files=inputs.tokenizer_files,
+            eos=None if inputs.tokenizer is None else inputs.tokenizer.eos,
+            write=comm.rank == 0,
+        )
 
+    sinks = open_sinks(folder, run.log, rank=comm.rank, step=engine.state.step, config={"run": meta["run"]})
     return Job(
         run=run,
         model=start.model,
         folder=folder,
         engine=engine,
-        rows=rows,
-        eval_rows=held_out,
+        rows=inputs.rows,
+        eval_rows=inputs.eval_rows,
+        evaluated=comm.broadcast(last_evaluation(folder / METRICS) if comm.rank == 0 else 0),
         layout=layout,
         device=device,
         comm=comm,
-        sinks=open_sinks(folder, run.log, rank=comm.rank, step=engine.state.step, config={"run": to_json(run)}),
+        sinks=sinks,
         progress=open_progress(run.steps, engine.state.step, rank=comm.rank),
         say=say,
-        meta={"model": to_json(start.model)},
+        meta=meta,
         export=save_hf,
         lock=lock,
     )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Inputs:
+    """What a run reads."""
+
+    tokenizer: Tokenizer | None
+    """The tokenizer, None for data without text."""
+    rows: Rows
+    """Training rows."""
+    eval_rows: Rows | None
+    """Held-out rows."""
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """Files of the tokenizer by name."""
+        return {} if self.tokenizer is None else self.tokenizer.files
+
+    @property
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """What a resume must find again."""
+        return {} if self.tokenizer is None else {"sha256": self.tokenizer.fingerprint, "eos": self.tokenizer.eos}
+
+
+def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConfig, layout: Layout) -> _Inputs:
+    tokenizer = _tokenizer(run, folder, reader)
+    check_split(run.data, run.eval.data)
+    rows = _open(run.data, "data", run.seed, model, tokenizer)
+    check_layout(model, layout, rows.describe().get("length", 1))
+    # Held-out rows are packed in one way, so that held-out losses compare between seeds.
+    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer)
+    return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
 def _on_first(comm: Comm, work: Callable[[], None]) -> None:
@@ -152,52 +227,54 @@ def _on_first(comm: Comm, work: Callable[[], None]) -> None:
     together(comm, lambda: None, lambda _: work(), CheckpointError)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the run folder, which the system gives back when the process dies; one process may train in it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+def _check_alike(comm: Comm, mine: Mapping[str, Any]) -> None:
+    """Raises CheckpointError on every rank unless all have the same run, tokenizer and data."""
+
+    def compare(everyone: list[Mapping[str, Any]]) -> None:
+        for rank, other in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if other[name] != value:
+                    raise CheckpointError(
+                        f"rank {rank} has another {name} than rank 0:\n  {other[name]}\n  {value}\n"
+                        "give every rank the same config, files and packages"
+                    )
+
+    together(comm, lambda: mine, compare, CheckpointError)
+
+
+def _check_disk(engine: Engine, folder: Path, comm: Comm) -> None:
+    """Raises CheckpointError unless the disk has room for a checkpoint of the state as it is now, and an export."""
+
+    def count() -> int:
+        pieces = [(piece.name, piece.data.nbytes) for piece in engine.pieces(engine.state)]
+        return sum(size * (2 if name.startswith(f"{WEIGHT}/") else 1) for name, size in pieces)
+
+    def check(sizes: list[int]) -> None:
+        place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+        needed, free = sum(sizes), shutil.disk_usage(place).free
+        if free < needed:
             raise CheckpointError(
-                f"another process is training in {folder}; wait until it has ended, or choose another --out"
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # A disk without locks.
-                raise
-        yield
+                f"a checkpoint and an export need at least {needed} bytes, and the disk of {place} has {free} free; "
+                "free some space, or choose another --out"
+            )
+
+    together(comm, count, check, CheckpointError)
 
 
-def _check_folder(run: Run, folder: Path, say: Callable[[str], None]) -> None:
-    """Raises ValueError unless the folder is new or holds this run, up to what a resume may change."""
-    saved = folder / "config.json"
-    if not saved.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            raise ValueError(f"{folder} is no run folder: it has files but no config.json; choose another --out")
-        return
-    old = from_json(saved.read_text(), source=str(saved), kind=Run)
-    # A run that takes its model from `init` has saved the one that it found there.
-    wanted = attrs.evolve(run, model=old.model) if run.init and run.model is None else run
-    allowed, refused = resume_changes(old, wanted)
-    if refused:
-        lines = "\n".join(f"  {path}: {was} -> {now}" for path, was, now in refused)
-        raise ValueError(
-            f"{folder} holds a run with another config, and a resume may not change\n{lines}\n"
-            "choose another --out, or train with the config that is there"
-        )
-    for path, was, now in allowed:
-        say(f"resume changes {path}: {was} -> {now}")
-
-
-def _tokenizer(run: Run, folder: Path, *, resumed: bool) -> Tokenizer | None:
+def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | None:
     kept = folder / TOKENIZER
-    if resumed and kept.is_dir():
+    if reader is not None:
+        if not reader.fact("tokenizer", dict):
+            return None
+        # The run goes on with the tokenizer that it began with, even if today another one would be trained.
         config: TokenizerConfig = HfTokenizer(path=str(kept))
     elif run.tokenizer is not None:
         config = run.tokenizer
     elif run.init:
         inside = Path(run.init).expanduser() / TOKENIZER
+        # Robot policies are published without one, and data that needs one says so.
+        if not any(inside.parent.glob("tokenizer*")):
+            return None
         config = HfTokenizer(path=str(inside) if inside.is_dir() else run.init)
     else:
         return None
@@ -206,6 +283,8 @@ def _tokenizer(run: Run, folder: Path, *, resumed: bool) -> Tokenizer | None:
 
 def _open(data: DataConfig, path: str, seed: int, model: ModelConfig, tokenizer: Tokenizer | None) -> Rows:
     rows = open_data(data, DataCtx(seed=seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path))
+    if not len(rows):
+        raise ValueError(f"{path} has no rows; give it samples")
     facts = dict(rows.describe())
     if tokenizer is not None:
         facts["vocab"] = max(facts.get("vocab", 0), tokenizer.vocab)
@@ -232,34 +311,4 @@ def _engine(
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
     engine.restore(engine.state, reader)
     check_all_read(reader, comm=comm)
-    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.meta["tokens"]))
-
-
-def _write_folder(
-    run: Run, folder: Path, config_file: Path, source: Source | None, tokenizer: Tokenizer | None
-) -> None:
-    """Makes the run folder, whole or not at all: a run that is killed meanwhile starts again with the same command."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    if source is not None:
-        store_source(source, part / SOURCE)
-    if tokenizer is not None:
-        # Some published tokenizers say what ends a text in the model's config.json alone.
-        eos = json.dumps({"eos_token_id": tokenizer.eos}).encode()
-        write_files(part / TOKENIZER, {**tokenizer.files, "config.json": eos})
-    if config_file.suffix == ".py":
-        shutil.copyfile(config_file, part / config_file.name)
-    (part / "config.json").write_text(to_json(run))
-    if folder.is_dir():
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # Of a run that saved nothing: an empty folder.
-        folder.rmdir()
-    part.rename(folder)
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files by name into a folder, which is made where it is not there."""
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.fact("tokens", int)))

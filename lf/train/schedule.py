@@ -7,16 +7,14 @@ the schedule's `final`.
 import functools
 import math
 
-from lf.models.spec import type_name
+from lf.models.spec import no_rule
 from lf.train.config import Constant, Cosine, Linear, ScheduleConfig, Wsd
 
 
 @functools.singledispatch
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Returns the factor on the learning rate at step `step` of `steps`."""
-    raise NotImplementedError(
-        f"factor has no rule for {type_name(schedule)}; add one with @factor.register in the file that defines it"
-    )
+    raise no_rule(factor, schedule)
 
 
 def _line(begin: int, final: float, step: int, steps: int) -> float:
@@ -53,11 +51,16 @@ def _wsd(schedule: Wsd, step: int, steps: int) -> float:
 
 
 def check_schedule(schedule: ScheduleConfig, steps: int) -> None:
-    """Raises ValueError when warm-up and decay do not fit into the steps of the run."""
+    """Raises ValueError when warm-up and decay do not fit into the steps of the run, or no step of it would train."""
     decay = schedule.decay if isinstance(schedule, Wsd) else 0
     if schedule.warmup + decay > steps:
         parts = f"optim.schedule.warmup = {schedule.warmup}"
         parts += f" and optim.schedule.decay = {decay} together exceed" if decay else " exceeds"
         raise ValueError(
             f"{parts} steps = {steps}; shorten what is too long, or set steps to {schedule.warmup + decay} or more"
+        )
+    if not any(factor(schedule, step, steps) for step in range(1, min(steps, 2) + 1)):
+        raise ValueError(
+            f"steps = {steps} with optim.schedule = {schedule} has a learning rate of 0 at every step; "
+            "give it more steps, or a schedule whose final is above 0"
         )

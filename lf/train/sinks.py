@@ -59,13 +59,22 @@ def cut_lines(path: Path, step: int) -> None:
     part.replace(path)
 
 
+def last_evaluation(path: Path) -> int:
+    """Returns the last step that a metrics file has an evaluation of, 0 without one."""
+    lines = [json.loads(text) for text in path.read_bytes().splitlines()] if path.exists() else []
+    return max((line["step"] for line in lines if "eval_loss" in line), default=0)
+
+
 def _jsonl(path: Path, step: int) -> Sinks:
     cut_lines(path, step)
     file = path.open("a", encoding="utf-8")
 
     def write(record: Mapping[str, Any]) -> None:
-        file.write(json.dumps(dict(record), allow_nan=False) + "\n")
-        file.flush()
+        try:
+            file.write(json.dumps(dict(record), allow_nan=False) + "\n")
+            file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     return Sinks(write=write, close=file.close)
 

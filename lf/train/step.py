@@ -13,14 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lf.models.spec import Batch, Layout, ModelConfig, loss_coefficients, loss_weights, slice_batch
+from lf.models.spec import Batch, Layout, ModelConfig, draw, loss_coefficients, loss_weights, slice_batch
 from lf.train.config import Run
 from lf.train.schedule import factor
 from lf.train.state import Evaluate, Metrics, TrainState, TrainStep
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is not a number, found before the update."""
+    """A loss or gradient that is not a number, found before the update on every rank."""
+
+    def __init__(self, text: str, loss: float, norm: float) -> None:
+        super().__init__(text)
+        self.loss, self.norm = loss, norm
+
+
+class NothingToScoreError(ValueError):
+    """Held-out data without a position to score, found on every rank."""
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +67,8 @@ def train_step(run: Run, cfg: ModelConfig, mechanics: Mechanics) -> TrainStep:
 
     def step(state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
         number = state.step + 1
-        micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in batches)
+        drawn = (draw(cfg, batch, run.seed, number) for batch in batches)
+        micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in drawn)
         weights, tokens = _weigh(cfg, micro, mechanics.group)
         done = mechanics.run(state, Pass(step=number, micro=micro, weights=weights, train=True))
         loss, terms = _means(cfg, _total(done, mechanics.group), weights)
@@ -74,7 +83,7 @@ def train_step(run: Run, cfg: ModelConfig, mechanics: Mechanics) -> TrainStep:
 
 
 def evaluation(cfg: ModelConfig, mechanics: Mechanics) -> Evaluate:
-    """Returns the evaluation on this rank; raises ValueError where no position of the batches is trained."""
+    """Returns the evaluation on this rank; raises NothingToScoreError where no position counts."""
 
     def evaluate(state: TrainState, steps: Iterable[Sequence[Batch]]) -> dict[str, float]:
         sums: dict[str, float] = {}
@@ -82,7 +91,9 @@ def evaluation(cfg: ModelConfig, mechanics: Mechanics) -> Evaluate:
         for chunk in state.chunks:
             chunk.eval()
         for batches in steps:
-            micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in batches)
+            # One draw for each held-out sample, whatever the run's seed and step: losses compare.
+            drawn = (draw(cfg, batch, 0, 0) for batch in batches)
+            micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in drawn)
             own = _own_weights(cfg, micro)
             done = mechanics.run(state, Pass(step=0, micro=micro, weights=dict.fromkeys(own, 1.0), train=False))
             # Terms that a model has only while it trains are no part of an evaluation.
@@ -93,7 +104,7 @@ def evaluation(cfg: ModelConfig, mechanics: Mechanics) -> Evaluate:
             chunk.train()
         totals = _sum_over(totals, mechanics.group)
         if not any(totals.values()):
-            raise ValueError(
+            raise NothingToScoreError(
                 "the held-out data has no position to score: every label is ignored; give eval.data others"
             )
         loss, terms = _means(cfg, _sum_over(sums, mechanics.group), totals)
@@ -176,5 +187,7 @@ def _check_finite(
     named = "; ".join(f"rank {rank}: {[i for ids in rows for i in ids]}" for rank, rows in enumerate(found) if rows)
     raise NonFiniteError(
         f"step {step}: loss {loss}, gradient norm {norm}. The step was not taken and the weights are those of step "
-        f"{step - 1}. Samples: {named}. Look at these samples, or lower optim.lr"
+        f"{step - 1}. Samples: {named}. Look at these samples, or lower optim.lr",
+        loss,
+        norm,
     )

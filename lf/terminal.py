@@ -1,0 +1,28 @@
+"""What a script prints, on whatever terminal, file or pipe it is."""
+
+import io
+import os
+import signal
+import sys
+
+
+def tolerant() -> None:
+    """Lets the process print any text where the terminal knows fewer letters than the texts have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """Prints a line on rank 0; nobody may be reading any more, which is no reason to stop a run."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def end_with_reader() -> None:
+    """Lets the process end, without a word, when nobody reads what it prints: as other filters do."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
