@@ -30,6 +30,7 @@ from lf.parallel.config import MegatronParallel
 from lf.parallel.mcore_compat import prepare_megatron
 from lf.parallel.megatron import make_context
 from tests.cases import ALONE, DENSE, dealt, gradients, megatron, off, ragged, run_of
+from tests.moe_cases import MODELS as SPARSE
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
@@ -361,8 +362,9 @@ def run(
         with torch.no_grad():
             bare = {name: value for name, value in batch.items() if name != "labels"}
             logits.append(spec.forward(cfg, model, bare).flatten(0, 1)[:, : cfg.vocab])
-    grads = {n: p.main_grad.clone() + (0 if p.grad is None else p.grad) for n, p in model.named_parameters()}
-    for param in model.parameters():
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    grads: dict[str, Any] = {n: p.main_grad.clone() + (0 if p.grad is None else p.grad) for n, p in trained.items()}
+    for param in trained.values():
         param.main_grad.zero_()
     return torch.cat(logits), loss, grads
 
@@ -373,6 +375,8 @@ VARIANTS = {
     "bias, window": attrs.evolve(
         DENSE, attention=Attention(heads=4, kv_heads=4, head_dim=12, qkv_bias=True, window=4, window_layers=(1,))
     ),
+    "experts, latent attention": attrs.evolve(SPARSE["all"], layers=2, mtp=None),
+    "all heads normalised": attrs.evolve(SPARSE["max"], layers=2),
 }
 
 
@@ -534,6 +538,7 @@ if not torch.cuda.is_available():
     torch.cuda.get_device_properties = lambda *args: type("Card", (), {"major": 9, "minor": 0})()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from lf.models.layers.megatron import TorchProvider, provider
+from lf.models.parts import Attention
 from lf.models.spec import Ctx, Layout, build_model
 from lf.parallel.mcore_compat import prepare_megatron
 from lf.parallel.megatron import placements, process_groups
@@ -548,7 +553,8 @@ for cfg in VARIANTS.values():
         model = build_model(cfg, ctx)
         found.append({p.name: (p.shape, p.parts, p.owner, t.dtype) for t, p in placements(model, ctx)})
         fused = [n for n, _ in model.named_parameters() if n.endswith("linear_qkv.layer_norm_weight")]
-        assert len(fused) == (0 if len(found) == 1 else cfg.layers), fused
+        inside = cfg.layers if isinstance(cfg.attention, Attention) else 0
+        assert len(fused) == (0 if len(found) == 1 else inside), fused
     assert found[0] == found[1], set(found[0]) ^ set(found[1])
 print(len(VARIANTS), "models")
 """

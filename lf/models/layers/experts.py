@@ -4,6 +4,7 @@ Shapes: S positions, B rows, H width of the residual stream, T tokens that this 
 several times), E experts of this rank, F this rank's width of an expert.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -83,12 +84,17 @@ class Moe(MegatronModule):
         super().__init__(config=config)
         self.router = Router(config, part, groups)
         self.experts = GroupedExperts(config, part, groups)
-        own = part.count // groups.ep.size()
-        first = groups.ep.rank() * own
-        self.dispatcher = DISPATCHERS[part.dispatch](own, list(range(first, first + own)), config, groups)
+        self.part, self.groups = part, groups
         self.shared_experts = SharedExpertMLP(config, shared, part.shared_gate, groups) if part.shared else None
         modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
         self.again, self.shared_again = "moe" in modules, "shared_experts" in modules
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """What sends tokens to the ranks of their experts; made on use, since it asks for a stream of the device."""
+        own = self.part.count // self.groups.ep.size()
+        first = self.groups.ep.rank() * own
+        return DISPATCHERS[self.part.dispatch](own, list(range(first, first + own)), self.config, self.groups)
 
     def forward(self, x_SBH: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """Returns the layer's output [S, B, H]; `padding_mask` has the router's pools [S, B]."""

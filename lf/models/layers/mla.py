@@ -124,7 +124,10 @@ class LatentAttention(MegatronModule):
             q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.core_attention(q, k, v, attention_mask, packed_seq_params=packed_seq_params)
+            kind = AttnMaskType.causal
+            return self.core_attention(
+                q, k, v, attention_mask, attn_mask_type=kind, packed_seq_params=packed_seq_params
+            )
 
         out = checkpoint(core, False, q, k, v) if self.core_again and self.training else core(q, k, v)
         return self.linear_proj(out.unsqueeze(1) if packed_seq_params is not None else out)
