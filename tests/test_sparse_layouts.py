@@ -1,5 +1,6 @@
 """Experts, latent attention and further heads in every layout give the numbers of one process."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import lf
+from lf.models import spec
+from lf.parallel.config import resolve
 from lf.train.comm import distributed
 from tests.cases import dealt, gradients, megatron, off, ragged, run_of, trained
 from tests.moe_cases import LAYOUTS, MODELS, WIDE, P, fits
@@ -88,6 +91,27 @@ def test_gradients_do_not_depend_on_the_layout(
 ) -> None:
     world, parallel = {**LAYOUTS, **WIDE}[layout]
     assert_equal(workers.run(world, one_step, model, parallel), reference(one_step, model, P()))
+
+
+def accepted(world: int) -> list[lf.MegatronParallel]:
+    """Returns every layout of a world of ranks that lf accepts for the model with everything."""
+    found = []
+    for tp, pp, cp, ep, etp in itertools.product((1, 2, 4), repeat=5):
+        parallel = P(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+        try:
+            spec.check_layout(MODELS["all"], resolve(parallel, world), 24)
+        except ValueError:
+            continue
+        found.append(parallel)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", accepted(4), ids=lambda p: f"tp{p.tp} pp{p.pp} cp{p.cp} ep{p.ep} etp{p.etp}")
+def test_whatever_is_accepted_runs_and_is_right(
+    workers: Workers, reference: Callable[..., Any], parallel: lf.MegatronParallel
+) -> None:
+    assert_equal(workers.run(4, one_step, "all", parallel), reference(one_step, "all", P()))
 
 
 OPTIMISERS = {"sgd": lf.Sgd(lr=0.1, momentum=0.9), "adamw": lf.AdamW(lr=1e-3, eps=1e-3)}
