@@ -125,6 +125,88 @@ def test_both_names_of_the_number_of_experts_are_read() -> None:
     assert from_hf(hub) == from_hf(base) == from_hf(base | hub)
 
 
+AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 196608,
+        "model_type": "minimax_m2",
+        "mtp_transformer_layers": 1,
+        "num_attention_heads": 48,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 8,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "tie_word_embeddings": False,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "vocab_size": 200064,
+    },
+}
+
+
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_configs_in_the_words_of_the_published_models_are_read(name: str) -> None:
+    assert from_hf(AS_PUBLISHED[name]) == PRESETS[name]
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts twice": ("qwen3_moe", {"num_experts": 4}, r"num_experts = 4 and num_local_experts = 8 disagree"),
     "no experts": ("qwen3_moe", {"num_local_experts": None}, r"num_experts is missing"),
