@@ -30,6 +30,7 @@ from lf.parallel.config import MegatronParallel
 from lf.parallel.mcore_compat import prepare_megatron
 from lf.parallel.megatron import make_context
 from tests.cases import ALONE, DENSE, dealt, gradients, megatron, off, ragged, run_of
+from tests.moe_cases import MODELS as SPARSE
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +56,7 @@ def core_of(ctx: Ctx, attention: Attention, *, mask: str = "causal", layer: int 
     """Returns the core attention of one layer (counted from 1)."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from lf.models.gpt import transformer_config
+    from lf.models.gpt_spec import transformer_config
     from lf.models.layers.attention import TorchAttention
 
     config = transformer_config(attrs.evolve(DENSE, attention=attention), ctx)
@@ -101,7 +102,7 @@ def near(value: Tensor, reference: Tensor) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["alone", "sequence_parallel"])
 def test_the_norm_is_the_formula_and_tells_of_sequence_parallel(ctx: Ctx, parallel: bool) -> None:
-    from lf.models.gpt import transformer_config
+    from lf.models.gpt_spec import transformer_config
     from lf.models.layers.megatron import TorchNorm
 
     layout = Layout(tp=2, sp=True) if parallel else Layout()
@@ -118,7 +119,7 @@ def test_the_norm_is_the_formula_and_tells_of_sequence_parallel(ctx: Ctx, parall
 
 
 def test_the_norm_has_the_type_of_the_parameters(ctx: Ctx) -> None:
-    from lf.models.gpt import transformer_config
+    from lf.models.gpt_spec import transformer_config
     from lf.models.layers.megatron import TorchNorm
 
     norm = TorchNorm(transformer_config(DENSE, attrs.evolve(ctx, dtype=torch.bfloat16)), 8)
@@ -146,7 +147,7 @@ def test_the_transformer_engine_layer_has_megatrons_own_modules(
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from lf.models.gpt import layer_spec
+    from lf.models.gpt_spec import layer_spec
     from lf.models.layers.megatron import provider
 
     layers = provider(WITH_TE, torch.bfloat16)
@@ -154,7 +155,7 @@ def test_the_transformer_engine_layer_has_megatrons_own_modules(
     monkeypatch.setattr(type(layers), "layer_norm", lambda self, rms_norm=False, for_qk=False: f"norm {for_qk}")
     wanted = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     cfg = attrs.evolve(DENSE, attention=attrs.evolve(DENSE.attention, qk_norm=qk_norm))
-    made = layer_spec(cfg, attrs.evolve(ctx, layers=layers))
+    made = layer_spec(cfg, attrs.evolve(ctx, layers=layers), 0)
 
     def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, ModuleSpec):
@@ -361,8 +362,9 @@ def run(
         with torch.no_grad():
             bare = {name: value for name, value in batch.items() if name != "labels"}
             logits.append(spec.forward(cfg, model, bare).flatten(0, 1)[:, : cfg.vocab])
-    grads = {n: p.main_grad.clone() + (0 if p.grad is None else p.grad) for n, p in model.named_parameters()}
-    for param in model.parameters():
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    grads: dict[str, Any] = {n: p.main_grad.clone() + (0 if p.grad is None else p.grad) for n, p in trained.items()}
+    for param in trained.values():
         param.main_grad.zero_()
     return torch.cat(logits), loss, grads
 
@@ -373,6 +375,8 @@ VARIANTS = {
     "bias, window": attrs.evolve(
         DENSE, attention=Attention(heads=4, kv_heads=4, head_dim=12, qkv_bias=True, window=4, window_layers=(1,))
     ),
+    "experts, latent attention": attrs.evolve(SPARSE["all"], layers=2, mtp=None),
+    "all heads normalised": attrs.evolve(SPARSE["max"], layers=2),
 }
 
 
@@ -466,12 +470,12 @@ def changed(order: tuple[int, ...], change: dict[str, Any]) -> Any:
 
 
 def test_dropout_is_a_function_of_seed_step_and_samples(workers: Workers) -> None:
-    (reference, _, loss), *_ = workers.run(1, dropped, ORDER)
-    (again, _, loss_), *_ = workers.run(1, dropped, ORDER)
+    (reference, _, loss, _), *_ = workers.run(1, dropped, ORDER)
+    (again, _, loss_, _), *_ = workers.run(1, dropped, ORDER)
     assert loss == loss_
     assert all(torch.equal(again[name], value) for name, value in reference.items())
     for world, order in ((1, (3, 1, 2, 0)), (2, ORDER), (2, (2, 3, 1, 0))):
-        for grads, _, loss_ in workers.run(world, dropped, order):
+        for grads, _, loss_, _ in workers.run(world, dropped, order):
             assert loss_ == pytest.approx(loss, rel=1e-6)
             assert worst(grads, reference) < 5e-6, (world, order)
     for change in ({"step": 1}, {"number": 1}, {"named": "line"}, {"cfg": DENSE}):
@@ -534,6 +538,7 @@ if not torch.cuda.is_available():
     torch.cuda.get_device_properties = lambda *args: type("Card", (), {"major": 9, "minor": 0})()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from lf.models.layers.megatron import TorchProvider, provider
+from lf.models.parts import Attention
 from lf.models.spec import Ctx, Layout, build_model
 from lf.parallel.mcore_compat import prepare_megatron
 from lf.parallel.megatron import placements, process_groups
@@ -548,7 +553,8 @@ for cfg in VARIANTS.values():
         model = build_model(cfg, ctx)
         found.append({p.name: (p.shape, p.parts, p.owner, t.dtype) for t, p in placements(model, ctx)})
         fused = [n for n, _ in model.named_parameters() if n.endswith("linear_qkv.layer_norm_weight")]
-        assert len(fused) == (0 if len(found) == 1 else cfg.layers), fused
+        inside = cfg.layers if isinstance(cfg.attention, Attention) else 0
+        assert len(fused) == (0 if len(found) == 1 else inside), fused
     assert found[0] == found[1], set(found[0]) ^ set(found[1])
 print(len(VARIANTS), "models")
 """

@@ -2,7 +2,8 @@
 
 A golden folder of a language model is a Hugging Face checkpoint folder with `io.safetensors` beside it: the inputs of
 the public model by the names of its forward, `labels` (unshifted, -100 ignored), and what it gave: `logits`, `loss`
-(the mean over the targets) and `grad.<checkpoint key>` of that loss.
+(the mean over the targets) and `grad.<checkpoint key>` of that loss. With a head for the token after next it also has
+`mtp_logits`, `mtp_loss` and `total_loss`, and the gradients are those of the total.
 
 One of a robot or video model has `weights.safetensors`, `inputs.safetensors` with all random draws, and
 `outputs.safetensors`: what the family's rule of `golden` names, `grad.<checkpoint key>` and `gradnorm.<key>`.
@@ -21,12 +22,32 @@ from torch import Tensor, nn
 from lf.models import weights
 from lf.models.hf_folder import parse_config
 from lf.models.layouts import fitted
-from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, forward, golden, loss_terms, loss_weights, weight_map
+from lf.models.spec import (
+    IGNORE,
+    Batch,
+    Ctx,
+    Layout,
+    ModelConfig,
+    forward,
+    golden,
+    loss_coefficients,
+    loss_terms,
+    loss_weights,
+    slice_batch,
+    weight_map,
+)
 from lf.parallel.megatron import placements
 from lf.train.start import load_model, open_start
 from lf.train.step import weighted_loss
 
-TOLERANCES = {"logits": 1e-4, "loss": 2e-5, "grads": 1e-4}
+TOLERANCES = {
+    "logits": 1e-4,
+    "mtp_logits": 1e-4,
+    "loss": 2e-5,
+    "mtp_loss": 2e-5,
+    "total_loss": 2e-5,
+    "grads": 1e-4,
+}
 """Largest difference over the largest reference, in fp32, that an honest language model may show."""
 
 RECORDED = {"outputs": 2e-5, "grads": 5e-5}
@@ -73,10 +94,18 @@ def compare(folder: Path, ctx: Ctx) -> Parity:
     """Returns how far lf is from a golden folder; raises ValueError for an unknown family."""
     if (folder / "inputs.safetensors").is_file():
         return _compare_recorded(folder, Ctx(device=ctx.device))
-    start, file = open_start(str(folder), None), folder / "config.json"
+    start = open_start(str(folder), None)
     recorded = load_file(folder / "io.safetensors", device=ctx.device.torch_type)
     model = load_model(start, ctx)
     outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, ctx)
+    return judge(folder, recorded, outputs, grads)
+
+
+def judge(
+    folder: Path, recorded: Mapping[str, Tensor], outputs: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+) -> Parity:
+    """Returns how far outputs and gradients are from all that a golden folder has recorded."""
+    file = folder / "config.json"
     known = {name: value for name, value in recorded.items() if name.endswith(("logits", "loss"))}
     mask = recorded.get("attention_mask")
     kept = {name: _valid(value, mask) for name, value in known.items()}
@@ -142,22 +171,44 @@ def _batch(recorded: Mapping[str, Tensor], labels: bool) -> Batch:
 
 
 def _outputs(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns logits and mean losses, those of further heads under names of their own, and the total loss."""
+    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
+    unlabelled = {name: value for name, value in batch.items() if not name.startswith("labels")}
     with torch.no_grad():
-        logits = forward(cfg, model, _batch(recorded, labels=False))
-        batch = _batch(recorded, labels=True)
-        terms, counts = loss_terms(cfg, forward(cfg, model, batch), batch), loss_weights(cfg, batch)
-    return {"logits": logits, "loss": (terms["lm"] / counts["lm"]).reshape(recorded["loss"].shape)}
+        logits, losses = forward(cfg, model, unlabelled), loss_terms(cfg, forward(cfg, model, batch), batch)
+    counts = loss_weights(cfg, batch)
+    return named_outputs(cfg, by_term(logits), {name: losses[name] / counts[name] for name in losses})
+
+
+def named_outputs(cfg: ModelConfig, logits: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns logits and mean losses by term under their recorded names, and the total loss."""
+    factors = loss_coefficients(cfg)
+    made = {_recorded(name, "logits"): value for name, value in logits.items()}
+    made |= {_recorded(name, "loss"): value.reshape(1) for name, value in means.items()}
+    total = torch.stack([factors.get(name, 1.0) * value for name, value in means.items()]).sum()
+    return {**made, "total_loss": total.reshape(1)}
+
+
+def by_term(output: Any) -> Mapping[str, Tensor]:
+    """Returns a model's output by loss term."""
+    return output if isinstance(output, dict) else {"lm": output}
+
+
+def _recorded(term: str, kind: str) -> str:
+    """Returns the recorded name of a term's loss or logits: plain for the model's own, `mtp_...` for its first head."""
+    return kind if term == "lm" else f"{term.removesuffix('1')}_{kind}"
 
 
 def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Tensor]:
     """Returns the gradients of the loss under Hugging Face names: they go through the weight map as weights do."""
-    batch = _batch(recorded, labels=True)
+    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
     totals = {name: float(weight) for name, weight in loss_weights(cfg, batch).items()}
     weighted_loss(cfg, loss_terms(cfg, forward(cfg, model, batch), batch), totals).backward()
-    by_name = {placed.name: param.grad for param, placed in placements(model, ctx)}
+    by_name = {placed.name: param for param, placed in placements(model, ctx)}
 
     def get(name: str) -> Tensor:
-        grad = by_name[name]
+        param = by_name[name]
+        grad = param.grad if param.requires_grad else torch.zeros_like(param)
         assert grad is not None
         return grad
 
