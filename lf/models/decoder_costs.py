@@ -189,20 +189,24 @@ def attention(rank: Rank, layers: tuple[int, ...], *, windowed: bool) -> Block:
     linear = rank.tokens * cfg.hidden * (qkv + queries // layout.tp)
     scores = rank.tokens * queries // layout.tp * (rank.load.length + 1)
     whole = rank.again()
-    kept = (
-        *norm_saved(rank, "attention norm", again=rank.again("layernorm")),
-        *core_saved(rank, windowed=windowed),
-    )
     return Block(
         name="attention",
         layers=layers,
         weights=tuple(weights),
-        saved=(("layer input", rank.hidden),) if whole else kept,
+        saved=attention_saved(rank, windowed=windowed),
         working=layer_working(rank),
         forward=2.0 * (linear + scores),
         again=2.0 * (linear + scores) if whole else 2.0 * scores * rank.again("core_attn"),
         messages=(*between_matrices(rank, again=whole), *context_messages(rank, again=rank.again("core_attn"))),
     )
+
+
+def attention_saved(rank: Rank, *, windowed: bool) -> tuple[tuple[str, int], ...]:
+    """Returns what attention and its norm keep; with full recompute it stands for its layer, of which the input stays."""
+    if rank.again():
+        return (("layer input", rank.hidden),)
+    kept = norm_saved(rank, "attention norm", again=rank.again("layernorm"))
+    return (*kept, *core_saved(rank, windowed=windowed))
 
 
 def core_saved(rank: Rank, *, windowed: bool) -> tuple[tuple[str, int], ...]:
@@ -275,12 +279,8 @@ def context_messages(rank: Rank, *, again: bool) -> tuple[Message, ...]:
 
 def mlp(rank: Rank, layers: tuple[int, ...]) -> Block:
     """Returns the gated feed-forward part of a layer, its norm included."""
-    cfg, tp, size = rank.cfg, rank.layout.tp, rank.load.itemsize
-    width = cfg.mlp.width // tp
-    whole, again = rank.again(), rank.again("mlp")
-    kept = norm_saved(rank, "feed-forward norm", again=rank.again("layernorm"))
-    if not again:
-        kept = (*kept, *gated_saved(rank.tokens, width, size))
+    cfg, again = rank.cfg, rank.again("mlp")
+    width = cfg.mlp.width // rank.layout.tp
     linear = 2.0 * rank.tokens * cfg.hidden * 3 * width
     return Block(
         name="feed-forward",
@@ -290,12 +290,22 @@ def mlp(rank: Rank, layers: tuple[int, ...]) -> Block:
             Weight(name="mlp.linear_fc1.weight", size=2 * width * cfg.hidden),
             Weight(name="mlp.linear_fc2.weight", size=cfg.hidden * width),
         ),
-        saved=() if whole else kept,
+        saved=mlp_saved(rank),
         working=layer_working(rank),
         forward=linear,
         again=linear if again else 0.0,
         messages=between_matrices(rank, again=again),
     )
+
+
+def mlp_saved(rank: Rank) -> tuple[tuple[str, int], ...]:
+    """Returns what the feed-forward part of a layer and its norm keep."""
+    if rank.again():
+        return ()
+    kept = norm_saved(rank, "feed-forward norm", again=rank.again("layernorm"))
+    if rank.again("mlp"):
+        return kept
+    return (*kept, *gated_saved(rank.tokens, rank.cfg.mlp.width // rank.layout.tp, rank.load.itemsize))
 
 
 def gated_saved(tokens: int, width: int, size: int) -> tuple[tuple[str, int], ...]:
@@ -313,12 +323,15 @@ def layer_working(rank: Rank) -> int:
     The gradients inside the feed-forward part and the gathered input; and what is made again, one layer at a time.
     """
     wide = gated_saved(rank.tokens, rank.cfg.mlp.width // rank.layout.tp, rank.load.itemsize)
-    plain = sum(size for _, size in wide) + 2 * rank.whole
-    if not rank.load.recompute:
-        return plain
-    nothing = attrs.evolve(rank, load=attrs.evolve(rank.load, recompute=()))
-    blocks = (attention(nothing, (), windowed=False), mlp(nothing, ()))
-    return plain + sum(size for block in blocks for _, size in block.saved)
+    return sum(size for _, size in wide) + 2 * rank.whole + max(0, kept_of_layer(rank, ()) - kept_of_layer(rank))
+
+
+def kept_of_layer(rank: Rank, recompute: tuple[str, ...] | None = None) -> int:
+    """Returns the bytes that the forward of one layer keeps, by this or another choice of recompute."""
+    if recompute is not None:
+        rank = attrs.evolve(rank, load=attrs.evolve(rank.load, recompute=recompute))
+    saved = (*attention_saved(rank, windowed=False), *mlp_saved(rank))
+    return sum(size for _, size in saved)
 
 
 def output(rank: Rank) -> Block:
