@@ -202,7 +202,7 @@ def attention(rank: Rank, layers: tuple[int, ...], *, windowed: bool) -> Block:
 
 
 def attention_saved(rank: Rank, *, windowed: bool) -> tuple[tuple[str, int], ...]:
-    """Returns what attention and its norm keep; with full recompute it stands for its layer, of which the input stays."""
+    """Returns what attention and its norm keep; with full recompute, the input of the layer."""
     if rank.again():
         return (("layer input", rank.hidden),)
     kept = norm_saved(rank, "attention norm", again=rank.again("layernorm"))

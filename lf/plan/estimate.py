@@ -56,7 +56,7 @@ class Memory:
     optimizer: int
     """This rank's share of main weights and of the optimiser's state."""
     activations: int
-    """What forwards have kept when most micro-batches are in flight, the output that waits for its gradient included."""
+    """What forwards have kept when most micro-batches are in flight, outputs that wait for a gradient included."""
     working: int
     """What the largest part holds besides while it runs."""
 
@@ -71,7 +71,7 @@ class Traffic:
     """What a rank sends of one kind in a step."""
 
     axis: str
-    """The ranks that take part: a degree of parallelism, `dp` with the context parallel ranks, or the stages' `ends`."""
+    """The ranks that take part: a degree of parallelism, `dp` with the ranks of cp, or the stages' `ends`."""
     op: str
     """The collective."""
     ranks: int
@@ -335,4 +335,3 @@ def worst(plan: Plan, choice: Choice | None = None) -> tuple[int, int]:
     peaks = [stage.memory[choice or plan.job.parallel.recompute].peak for stage in plan.stages]
     most = max(peaks)
     return peaks.index(most), most
-

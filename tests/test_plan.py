@@ -1,0 +1,215 @@
+"""Plans without any process: schedules, sizes of presets, what fits, the script."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lf
+from lf.devices.cpu import cpu
+from lf.models import spec
+from lf.models.llm import llama, qwen
+from lf.models.spec import Layout, Load
+from lf.parallel.config import MegatronParallel, resolve
+from lf.parallel.groups import place
+from lf.plan.estimate import Job, Traffic, plan, stage_memory, worst
+from lf.plan.near import changes, nearest, peak
+from lf.plan.pipeline import idle, in_flight, makespan, order
+from lf.plan.text import as_json, render
+from lf.train.planning import job_of, state_bytes
+from tests.cases import DENSE, run_of
+from tests.test_families import PRESETS, PUBLISHED
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+P = MegatronParallel
+LARGE = Job(model=llama.llama3_1_405b, parallel=P(tp=8, pp=16), world=4096, batch=2048, length=8192, itemsize=2)
+SMALL = Job(model=attrs.evolve(DENSE, layers=8), parallel=P(), world=4, batch=16, length=64)
+PLAIN = Load(rows=1, length=64)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_were_published(name: str) -> None:
+    found = spec.blocks(PRESETS[name], Layout(), PLAIN)
+    sizes = [(weight.size - weight.padding) * block.count for block in found for weight in block.weights]
+    assert sum(sizes) == PUBLISHED[name]
+
+
+MODELS = {
+    "tied": attrs.evolve(DENSE, tied=True),
+    "padded": attrs.evolve(DENSE, vocab_multiple=64),
+    "llama": llama.llama_tiny,
+    "qwen2": qwen.qwen2_tiny,
+    "published": qwen.qwen3_8b,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_of_the_module(one_process: None, name: str) -> None:
+    from lf.parallel.megatron import make_context
+
+    cfg = MODELS[name]
+    ctx = make_context(P(), Layout(), cpu, spec.torch.float32)
+    built = spec.build_model(cfg, attrs.evolve(ctx, meta=True))
+    expected = {}
+    for block in spec.blocks(cfg, Layout(), PLAIN):
+        for weight in block.weights:
+            names = [f"decoder.layers.{layer}.{weight.name}" for layer in block.layers] or [weight.name]
+            expected |= dict.fromkeys(names, weight.size)
+    assert {name: p.numel() for name, p in built.named_parameters()} == expected
+
+
+@pytest.mark.parametrize("parallel", [P(), P(tp=2), P(pp=2), P(pp=2, vpp=2), P(cp=2), P(tp=2, pp=2, recompute="full")])
+def test_operations_add_up_to_those_of_the_model(parallel: MegatronParallel) -> None:
+    made = plan(attrs.evolve(SMALL, parallel=parallel))
+    a_pass = sum(sum(stage.forward) * stage.ranks for stage in made.stages) * made.micro_batches
+    # Padded columns of the output layer are multiplied too.
+    assert 3 * a_pass == pytest.approx(made.flops, rel=0.01)
+    backward = sum(sum(stage.backward) for stage in made.stages) / sum(sum(stage.forward) for stage in made.stages)
+    assert 2.9 < backward < 3.0 if parallel.recompute == "full" else backward == pytest.approx(2.0)
+
+
+pipelines = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 5)).map(
+    lambda t: (t[0], t[1] if t[0] > 1 else 1, t[0] * t[2] if t[1] > 1 else t[2])
+)
+
+
+@given(pipelines)
+@settings(max_examples=60, deadline=None)
+def test_a_schedule_runs_every_pass_once_and_never_waits_for_itself(shape: tuple[int, int, int]) -> None:
+    pp, vpp, micro = shape
+    for stage in range(pp):
+        passes = order(stage, pp, vpp, micro)
+        assert len(set(passes)) == len(passes) == 2 * vpp * micro
+        assert all(passes.index((True, c, m)) < passes.index((False, c, m)) for _, c, m in passes)
+    ones = [[1.0] * vpp] * pp
+    assert makespan(ones, [[2.0] * vpp] * pp, micro) >= 3.0 * vpp * micro
+
+
+@pytest.mark.parametrize(("pp", "vpp", "micro"), [(4, 1, 8), (4, 1, 2), (2, 2, 4), (4, 3, 8), (8, 1, 100), (8, 2, 96)])
+def test_the_bubble_of_even_stages_is_that_of_the_papers(pp: int, vpp: int, micro: int) -> None:
+    """(p - 1) / (v m + p - 1), arXiv:2104.04473."""
+    found = idle([[1.0] * vpp] * pp, [[2.0] * vpp] * pp, micro)
+    assert found == pytest.approx((pp - 1) / (vpp * micro + pp - 1))
+
+
+def test_a_slow_stage_makes_the_others_wait() -> None:
+    even, uneven = [[1.0], [1.0]], [[1.0], [3.0]]
+    assert idle(uneven, uneven, 50) > 0.3 > idle(even, even, 50)
+
+
+def test_stages_hold_as_many_micro_batches_as_follow() -> None:
+    assert [max(map(sum, in_flight(stage, 4, 1, 64))) for stage in range(4)] == [4, 3, 2, 1]
+    assert [max(map(sum, in_flight(stage, 4, 1, 2))) for stage in range(4)] == [2, 2, 2, 1]
+
+
+@given(
+    st.sampled_from([P(tp=2, pp=2), P(pp=4, vpp=2), P(cp=2, pp=2), P(tp=4), P(pp=2, stages=(3, 5))]),
+    st.sampled_from([8, 16]),
+)
+@settings(max_examples=10, deadline=None)
+def test_ranks_of_a_stage_are_those_of_the_groups(parallel: MegatronParallel, world: int) -> None:
+    job = attrs.evolve(SMALL, model=attrs.evolve(SMALL.model, attention=MHA), parallel=parallel, world=world)
+    stages = plan(job).stages
+    for rank in range(world):
+        stage = stages[place(resolve(parallel, world), rank).pp_rank]
+        assert stage.first <= rank < stage.first + stage.ranks
+
+
+MHA = attrs.evolve(DENSE.attention, kv_heads=4)  # type: ignore[type-var]
+
+
+def test_stages_hold_the_layers_that_megatron_gives_them() -> None:
+    from lf.models.gpt import stage_layout
+
+    cfg = attrs.evolve(DENSE, layers=11)
+    for parallel in (P(pp=2), P(pp=2, vpp=2), P(pp=4), P(pp=2, stages=(3, 8)), P(pp=2, vpp=2, stages=(1, 2, 3, 5))):
+        layout = resolve(parallel, parallel.pp)
+        chunks = [c for s in range(layout.pp) for c in _chunks(cfg, attrs.evolve(layout, pp_rank=s))]
+        counts = [stage.count("decoder") for stage in stage_layout(cfg, layout)]
+        assert [len(layers) for _, layers in sorted(chunks)] == counts
+        assert sorted(layer for _, layers in chunks for layer in layers) == list(range(11))
+
+
+def _chunks(cfg: spec.ModelConfig, layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
+    found = spec.blocks(cfg, layout, PLAIN)
+    return [(b.chunk * layout.pp + layout.pp_rank, b.layers) for b in found if b.name == "feed-forward"]
+
+
+def test_thousands_of_ranks_are_planned_in_seconds() -> None:
+    started = time.process_time()
+    made = plan(LARGE)
+    text = render(made, 80 * GIB)
+    assert time.process_time() - started < 10.0
+    assert made.micro_batches == 64
+    assert "4096 ranks: tp 8 with sp, cp 1, dp 32, pp 16" in text
+    assert "does not fit in 80 GiB: stages 0, 1, 2, 3, 4" in text
+    assert "would fit: --parallel.cp 2" in text
+
+
+def test_more_recomputation_keeps_less() -> None:
+    layout = resolve(LARGE.parallel, LARGE.world)
+    kept = [stage_memory(LARGE, layout, choice).activations for choice in ("none", "selective", "full")]
+    assert kept[0] > kept[1] > kept[2]
+
+
+def test_nearest_layouts_fit_and_say_all_that_differs() -> None:
+    most = worst(plan(SMALL))[1]
+    found = nearest(SMALL, 0.6 * most, count=5)
+    assert found
+    for option in found:
+        new = attrs.evolve(SMALL.parallel, **dict(option.changes))
+        assert changes(SMALL.parallel, new) == option.changes
+        assert peak(attrs.evolve(SMALL, parallel=new)) == option.peak <= 0.6 * most
+        assert not any(set(other.changes) < set(option.changes) for other in found)
+    assert nearest(SMALL, 1.0) == ()
+
+
+def test_a_ring_sends_its_share_of_the_bytes() -> None:
+    one = Traffic(axis="tp", op="all_gather", ranks=4, calls=1, size=400)
+    assert [attrs.evolve(one, op=op).wire for op in ("all_gather", "all_reduce", "send")] == [300, 600, 400]
+
+
+def test_the_state_of_an_optimiser_is_found_by_a_step() -> None:
+    assert [state_bytes(each) for each in (lf.AdamW(), lf.Sgd(), lf.Sgd(momentum=0.9))] == [8.0, 0.0, 4.0]
+
+
+def test_a_run_that_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"plans are made for lf.MegatronParallel"):
+        job_of(run_of(DENSE, parallel=lf.TorchParallel()), 1)
+    with pytest.raises(ValueError, match=r"nothing to plan; set model, or init"):
+        job_of(run_of(DENSE, model=None), 1)
+    with pytest.raises(ValueError, match=r"lf.data.config.DataConfig does not say how long a row is; give --length"):
+        job_of(run_of(DENSE, data=lf.data.config.DataConfig()), 1)
+    with pytest.raises(ValueError, match=r"parallel.tp = 4 does not divide model.attention.kv_heads = 2"):
+        plan(attrs.evolve(SMALL, parallel=P(tp=4)))
+
+
+CONFIG = """
+import lf
+from lf.models.llm.qwen import qwen3_tiny
+cfg = lf.Run(model=qwen3_tiny, data=lf.TextData(paths=("nowhere",), seq_len=64), batch=8)
+"""
+
+
+def test_the_script_plans_the_config_with_its_flags(tmp_path: Path) -> None:
+    (tmp_path / "c.py").write_text(CONFIG)
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, str(ROOT / "scripts/plan.py"), "--cfg", "c.py", *args]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = run("--world", "4", "--parallel.tp", "2", "--memory", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert (made["layout"]["tp"], made["layout"]["dp"], made["fits"], made["nearest"]) == (2, 2, True, [])
+    job = job_of(run_of(qwen.qwen3_tiny, data=lf.TextData(paths=("x",), seq_len=64), batch=8, parallel=P(tp=2)), 4)
+    assert made == json.loads(json.dumps(as_json(plan(job), GIB)))
+    done = run("--world", "3", "--parallel.tp", "2")
+    assert (done.returncode, "does not divide the world of 3 ranks" in done.stderr) == (2, True)
