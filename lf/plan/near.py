@@ -75,7 +75,7 @@ def candidates(job: Job) -> Iterator[MegatronParallel]:
         rows,
         CHOICES,
     )
-    made = []
+    made: list[tuple[float, int, MegatronParallel]] = []
     for values in grid:
         new = dict(zip(KNOBS, values, strict=True))
         if new["vpp"] > 1 and new["pp"] == 1:

@@ -14,7 +14,7 @@ PIECES = 8
 
 
 def as_json(plan: Plan, memory: float = 0.0) -> dict[str, Any]:
-    """Returns the plan as numbers, texts, lists and dicts, sizes in bytes; with `memory`, what fits in so many bytes."""
+    """Returns the plan as numbers, texts, lists and dicts, sizes in bytes; with `memory`, what fits in it."""
     made = attrs.asdict(plan, filter=lambda field, _: field.name != "job")
     for stage, values in zip(plan.stages, made["stages"], strict=True):
         for choice, each in stage.memory.items():
@@ -45,8 +45,8 @@ def _head(plan: Plan) -> str:
             f"{job.world} ranks: tp {at.tp}{' with sp' if at.sp else ''}, cp {at.cp}, dp {at.dp}, pp {at.pp}{chunks}"
             f"{experts}; rank = {rank}",
             f"model: {plan.parameters:,} parameters, {job.itemsize} bytes each",
-            f"step: {job.batch} rows of {job.length} tokens, {plan.micro_batches} micro-batches of {p.micro_batch} a rank,"
-            f" {plan.flops:.3g} FLOPs ({plan.flops / job.world:.3g} a rank)",
+            f"step: {job.batch} rows of {job.length} tokens, "
+            f"{plan.micro_batches} micro-batches of {p.micro_batch} a rank, {plan.flops:.3g} FLOPs ({plan.flops / job.world:.3g} a rank)",
             f"recompute: {p.recompute}; selective is {', '.join(modules(p, 'selective'))}",
             f"pipeline bubble: {wait}",
         ]
@@ -96,9 +96,9 @@ def _fit(plan: Plan, memory: float) -> str:
     lines = [f"does not fit in {gib(memory)} GiB: stages {named}; the largest peak is {gib(max(stages))} GiB"]
     options = nearest(plan.job, memory)
     lines += [f"would fit: {_flags(option)}  (peak {gib(option.peak)} GiB)" for option in options]
-    return "\n".join(
-        [*lines, *([] if options else ["no layout of as many ranks was found that fits; take more ranks"])]
-    )
+    if not options:
+        lines.append("no layout of as many ranks was found that fits; take more ranks")
+    return "\n".join(lines)
 
 
 def _flags(option: Option) -> str:
