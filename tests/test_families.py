@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lf.config import load_function
 from lf.models import hf, spec, weights
 from lf.models.decoder import Attention, DecoderConfig, Mlp, Norm
+from lf.models.decoder_facts import parameters
 from lf.models.layers.rope import (
     DynamicScaling,
     LinearScaling,
@@ -24,7 +25,7 @@ from lf.models.layers.rope import (
     RopeScaling,
     YarnScaling,
 )
-from lf.models.llm import dense, llama, qwen
+from lf.models.llm import llama, qwen
 from lf.models.toy import Toy
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
@@ -388,7 +389,7 @@ def test_any_model_goes_to_config_json_and_back(cfg: DecoderConfig) -> None:
 def test_transformers_builds_the_same_model(cfg: DecoderConfig) -> None:
     model = meta_model(spec.hf_config(cfg))
     assert type(model).__name__ == spec.hf_config(cfg)["architectures"][0]
-    assert sum(tensor.numel() for tensor in model.parameters()) == dense.parameters(cfg)
+    assert sum(tensor.numel() for tensor in model.parameters()) == parameters(cfg)
     # What transformers makes of it and saves again is the same model.
     assert from_hf(json.loads(model.config.to_json_string(use_diff=True))) == cfg
     # The weight map claims every tensor of the model, and with the right shapes.
@@ -408,12 +409,12 @@ def lf_shape(rule: weights.LfRule, state: dict[str, tuple[int, ...]]) -> tuple[i
 @pytest.mark.parametrize("name", ["llama3_1_8b", "qwen2_5_72b", "qwen3_0_6b", *TINY])
 def test_parameters_are_those_of_transformers(name: str) -> None:
     model = meta_model(spec.hf_config(PRESETS[name]))
-    assert sum(tensor.numel() for tensor in model.parameters()) == dense.parameters(PRESETS[name])
+    assert sum(tensor.numel() for tensor in model.parameters()) == parameters(PRESETS[name])
 
 
 def test_every_preset_has_its_published_size() -> None:
-    assert {name: dense.parameters(cfg) for name, cfg in PRESETS.items() if name not in TINY} == PUBLISHED
-    assert all(dense.parameters(cfg) < 100_000 for cfg in TINY.values())
+    assert {name: parameters(cfg) for name, cfg in PRESETS.items() if name not in TINY} == PUBLISHED
+    assert all(parameters(cfg) < 100_000 for cfg in TINY.values())
 
 
 def test_canonical_names_are_those_of_the_decoder() -> None:

@@ -31,7 +31,8 @@ The layer backends in `lf.models.layers` are no family, so `lf.parallel` may cho
 """
 
 FAMILIES = tuple(
-    f"lf.models.{name}" for name in ("decoder", "gpt", "toy", "vlm", "llm", "vision", "diffusion", "embodied")
+    f"lf.models.{name}"
+    for name in ("decoder", "gpt", "gpt_spec", "parts", "toy", "vlm", "llm", "vision", "diffusion", "embodied")
 )
 """What only `lf.models` may import by name; the rest reaches families through `models.spec` and `models.hf`."""
 

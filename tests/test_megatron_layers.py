@@ -55,7 +55,7 @@ def core_of(ctx: Ctx, attention: Attention, *, mask: str = "causal", layer: int 
     """Returns the core attention of one layer (counted from 1)."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from lf.models.gpt import transformer_config
+    from lf.models.gpt_spec import transformer_config
     from lf.models.layers.attention import TorchAttention
 
     config = transformer_config(attrs.evolve(DENSE, attention=attention), ctx)
@@ -101,7 +101,7 @@ def near(value: Tensor, reference: Tensor) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["alone", "sequence_parallel"])
 def test_the_norm_is_the_formula_and_tells_of_sequence_parallel(ctx: Ctx, parallel: bool) -> None:
-    from lf.models.gpt import transformer_config
+    from lf.models.gpt_spec import transformer_config
     from lf.models.layers.megatron import TorchNorm
 
     layout = Layout(tp=2, sp=True) if parallel else Layout()
@@ -118,7 +118,7 @@ def test_the_norm_is_the_formula_and_tells_of_sequence_parallel(ctx: Ctx, parall
 
 
 def test_the_norm_has_the_type_of_the_parameters(ctx: Ctx) -> None:
-    from lf.models.gpt import transformer_config
+    from lf.models.gpt_spec import transformer_config
     from lf.models.layers.megatron import TorchNorm
 
     norm = TorchNorm(transformer_config(DENSE, attrs.evolve(ctx, dtype=torch.bfloat16)), 8)
@@ -146,7 +146,7 @@ def test_the_transformer_engine_layer_has_megatrons_own_modules(
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from lf.models.gpt import layer_spec
+    from lf.models.gpt_spec import layer_spec
     from lf.models.layers.megatron import provider
 
     layers = provider(WITH_TE, torch.bfloat16)
@@ -154,7 +154,7 @@ def test_the_transformer_engine_layer_has_megatrons_own_modules(
     monkeypatch.setattr(type(layers), "layer_norm", lambda self, rms_norm=False, for_qk=False: f"norm {for_qk}")
     wanted = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
     cfg = attrs.evolve(DENSE, attention=attrs.evolve(DENSE.attention, qk_norm=qk_norm))
-    made = layer_spec(cfg, attrs.evolve(ctx, layers=layers))
+    made = layer_spec(cfg, attrs.evolve(ctx, layers=layers), 0)
 
     def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, ModuleSpec):

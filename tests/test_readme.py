@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import lf
+from lf.models import spec
 from lf.models.decoder import DecoderConfig
+from lf.models.decoder_facts import parameters
 from lf.models.hf import READERS
-from lf.models.llm.dense import parameters
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -35,11 +36,12 @@ def family_table() -> str:
     lines = ["| family | `model_type` | presets, with their parameters in billions |", "|---|---|---|"]
     for path in sorted({reader.partition(":")[0] for reader in READERS.values() if ".llm." in reader}):
         module = importlib.import_module(path)
-        types: dict[str, list[str]] = {}
+        types: dict[tuple[str, str], list[str]] = {}
         for name, cfg in presets(module):
-            types.setdefault(type(cfg).__name__, []).append(f"`{name}` {parameters(cfg) / 1e9:.2f}")
-        for kind, sizes in types.items():
-            lines.append(f"| `{path}.{kind}` | `{kind.lower()}` | {', '.join(sizes)} |")
+            kind = (type(cfg).__name__, spec.hf_config(cfg)["model_type"])
+            types.setdefault(kind, []).append(f"`{name}` {parameters(cfg) / 1e9:.2f}")
+        for (kind_name, model_type), sizes in types.items():
+            lines.append(f"| `{path}.{kind_name}` | `{model_type}` | {', '.join(sizes)} |")
     return "\n".join(lines)
 
 

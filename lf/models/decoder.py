@@ -5,76 +5,25 @@ Shapes: B rows of a micro-batch, S positions of a row, V vocabulary, N documents
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from lf.models import spec
-from lf.models.layers.rope import DynamicScaling, Rope
-
-
-@attrs.frozen(kw_only=True)
-class AttentionConfig:
-    """The attention of a layer: the type says which kind."""
-
-
-@attrs.frozen(kw_only=True)
-class Attention(AttentionConfig):
-    """Softmax attention with grouped key and value heads (GQA, arXiv:2305.13245)."""
-
-    heads: int = attrs.field(validator=ge(1))
-    """Query heads."""
-    kv_heads: int = attrs.field(validator=ge(1))
-    """Key and value heads; divides `heads`."""
-    head_dim: int = attrs.field(validator=ge(2))
-    """Width of a head; need not be hidden / heads."""
-    qkv_bias: bool = False
-    """Whether query, key and value projections have a bias."""
-    qk_norm: bool = False
-    """Whether queries and keys are normalised per head before the rotation."""
-    window: int = attrs.field(default=0, validator=ge(0))
-    """Keys that a query sees, itself included; 0 sees all before it."""
-    window_layers: tuple[int, ...] = ()
-    """Layers (from 0) that `window` holds for."""
-    dropout: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
-    """Dropout on the attention weights."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"attention.heads = {self.heads} must be a multiple of attention.kv_heads = {self.kv_heads}"
-            )
-        if bool(self.window) != bool(self.window_layers):
-            raise ValueError(
-                f"attention.window = {self.window} and attention.window_layers = {self.window_layers} go together: "
-                "set both, or neither"
-            )
-
-
-@attrs.frozen(kw_only=True)
-class MlpConfig:
-    """The feed-forward part of a layer: the type says which kind."""
-
-
-@attrs.frozen(kw_only=True)
-class Mlp(MlpConfig):
-    """Gated feed-forward layer (SwiGLU and kin, arXiv:2002.05202)."""
-
-    width: int = attrs.field(validator=ge(1))
-    """Width between the two projections."""
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    """Function of the gate."""
-
-
-@attrs.frozen(kw_only=True)
-class Norm:
-    """RMSNorm (arXiv:1910.07467)."""
-
-    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
-    """Added to the mean square."""
+from lf.models.decoder_facts import coefficients, decoder_flops, mtp_depth, mtp_term
+from lf.models.decoder_layout import check_decoder_layout, decoder_slice
+from lf.models.layers.rope import Rope
+from lf.models.parts import Attention as Attention
+from lf.models.parts import AttentionConfig as AttentionConfig
+from lf.models.parts import Experts as Experts
+from lf.models.parts import Mla as Mla
+from lf.models.parts import Mlp as Mlp
+from lf.models.parts import MlpConfig as MlpConfig
+from lf.models.parts import Mtp as Mtp
+from lf.models.parts import Norm as Norm
 
 
 @attrs.frozen(kw_only=True)
@@ -90,7 +39,11 @@ class DecoderConfig(spec.ModelConfig):
     attention: AttentionConfig
     """Attention of every layer."""
     mlp: MlpConfig
-    """Feed-forward part of every layer."""
+    """Feed-forward part of every layer that has no experts."""
+    experts: Experts | None = None
+    """Experts in place of the `mlp`, in the layers that have them; None for none."""
+    mtp: Mtp | None = None
+    """Heads that predict further tokens while training; None for none."""
     norm: Norm = Norm()
     """Norms of the layers and of the end."""
     rope: Rope = Rope()
@@ -140,63 +93,12 @@ def _(cfg: DecoderConfig, data: Mapping[str, int]) -> None:
 
 @spec.check_layout.register
 def _(cfg: DecoderConfig, layout: spec.Layout, length: int) -> None:
-    a, m = cfg.attention, cfg.mlp
-    assert isinstance(a, Attention)
-    assert isinstance(m, Mlp)
-    for name, value, axis in (
-        ("model.attention.heads", a.heads, "tp"),
-        ("model.attention.kv_heads", a.kv_heads, "tp"),
-        ("model.mlp.width", m.width, "tp"),
-    ):
-        if value % getattr(layout, axis):
-            raise ValueError(
-                f"parallel.{axis} = {getattr(layout, axis)} does not divide {name} = {value}; lower parallel.{axis}"
-            )
-    chunks = layout.pp * layout.vpp
-    if layout.stages and sum(layout.stages) != cfg.layers:
-        raise ValueError(
-            f"parallel.stages = {layout.stages} has {sum(layout.stages)} layers, but model.layers = {cfg.layers}"
-        )
-    if not layout.stages and cfg.layers < chunks:
-        raise ValueError(
-            f"model.layers = {cfg.layers} cannot fill parallel.pp * parallel.vpp = {chunks} chunks; lower one of them"
-        )
-    pieces = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
-    if length % pieces and layout.cp == 1:
-        raise ValueError(
-            f"rows of {length} tokens cannot be shared by parallel.tp = {layout.tp} ranks (parallel.sp); "
-            f"make data.seq_len a multiple of {pieces}, or set parallel.sp to False"
-        )
-    if length % pieces:
-        raise ValueError(
-            f"rows of {length} tokens cannot be cut in {pieces} equal pieces, two for each of parallel.cp = {layout.cp}"
-            f" ranks (times parallel.tp with parallel.sp); make data.seq_len a multiple of {pieces}"
-        )
-    if layout.cp > 1 and layout.cp_kind == "ulysses" and a.kv_heads % (layout.tp * layout.cp):
-        raise ValueError(
-            f"parallel.cp_kind = 'ulysses' needs tp * cp = {layout.tp * layout.cp} to divide "
-            f"model.attention.kv_heads = {a.kv_heads}; use cp_kind = 'gather', or lower cp"
-        )
-    if layout.cp > 1 and isinstance(cfg.rope.scaling, DynamicScaling):
-        raise ValueError(
-            "dynamic rope scaling follows the longest sequence, which a context parallel rank does not see; "
-            "set parallel.cp to 1"
-        )
+    check_decoder_layout(cfg, layout, length)
 
 
 @spec.slice_batch.register
 def _(cfg: DecoderConfig, batch: spec.Batch, layout: spec.Layout) -> spec.Batch:
-    """The micro-batch becomes one packed row; a rank has pieces r and 2 cp - 1 - r of its 2 cp equal pieces.
-
-    So every rank has as many early tokens, which see little, as late ones, which see much. Pipeline stages take every
-    micro-batch packed, because they agree on one shape.
-    """
-    if layout.cp == 1:
-        return {**batch, "packed": layout.pp > 1}
-    cut = {name: batch[name].reshape(2 * layout.cp, -1) for name in ("tokens", "labels", "positions") if name in batch}
-    mine = [layout.cp_rank, 2 * layout.cp - 1 - layout.cp_rank]
-    own = {name: pieces[mine].reshape(1, -1) for name, pieces in cut.items()}
-    return {**batch, **own, "count": batch["count"] / layout.cp, "packed": True}
+    return decoder_slice(cfg, batch, layout)
 
 
 @spec.forward.register
@@ -204,13 +106,18 @@ def _(cfg: DecoderConfig, model: nn.Module, batch: spec.Batch) -> spec.Output:
     # A micro-batch whose rows hold several documents runs as one packed row, so that no token sees another document.
     packed = batch.get("packed", False) or len(batch["lengths"]) > batch["tokens"].shape[0]
     shape = (1, -1) if packed else batch["tokens"].shape
-    labels = batch.get("labels")
+
+    def shaped(name: str) -> Tensor | None:
+        return batch[name].reshape(shape) if name in batch else None
+
     return model(
-        input_ids=batch["tokens"].reshape(shape),
-        position_ids=batch["positions"].reshape(shape),
-        attention_mask=None,
-        labels=None if labels is None else labels.reshape(shape),
-        packed_seq_params=_packing(batch["lengths"], batch["tokens"].device) if packed else None,
+        shaped("tokens"),
+        shaped("positions"),
+        labels=shaped("labels"),
+        packing=_packing(batch["lengths"], batch["tokens"].device) if packed else None,
+        pool=shaped("pool"),
+        pools=batch.get("pools", 1),
+        ahead=tuple((shaped(f"tokens{d}"), shaped(f"labels{d}")) for d in range(1, mtp_depth(cfg) + 1)),
     )
 
 
@@ -232,12 +139,22 @@ def _packing(lengths: tuple[int, ...], device: torch.device) -> Any:
 
 @spec.loss_weights.register
 def _(cfg: DecoderConfig, batch: spec.Batch) -> dict[str, Tensor]:
-    return {"lm": (batch["labels"] != spec.IGNORE).sum()}
+    """Returns targets for the language model and each further head, and what the routers' losses are means over."""
+    weights = {"lm": (batch["labels"] != spec.IGNORE).sum()}
+    for d in range(1, mtp_depth(cfg) + 1):
+        if f"labels{d}" in batch:
+            weights[mtp_term(d)] = (batch[f"labels{d}"] != spec.IGNORE).sum()
+    return {**weights, **{name: torch.tensor(weight) for name, weight in batch.get("pool_weights", {}).items()}}
 
 
 @spec.loss_terms.register
 def _(cfg: DecoderConfig, output: spec.Output, batch: spec.Batch) -> dict[str, Tensor]:
-    return {"lm": output.sum()}
+    return {name: losses.sum() for name, losses in output.items()} if isinstance(output, dict) else {"lm": output.sum()}
+
+
+@spec.loss_coefficients.register
+def _(cfg: DecoderConfig) -> dict[str, float]:
+    return coefficients(cfg)
 
 
 @spec.collate.register
@@ -257,18 +174,15 @@ def _(cfg: DecoderConfig) -> tuple[spec.InitRule, ...]:
     return (
         spec.InitRule(pattern="*norm.weight", kind="ones"),
         spec.InitRule(pattern="*.bias", kind="zeros"),
+        spec.InitRule(pattern="*.expert_bias", kind="zeros"),
         spec.InitRule(pattern="*.linear_proj.weight", kind="normal", std=residual),
         spec.InitRule(pattern="*.linear_fc2.weight", kind="normal", std=residual),
-        spec.InitRule(pattern="*.weight", kind="normal", std=cfg.init_std),
+        spec.InitRule(pattern="*.experts.down", kind="normal", std=residual),
+        spec.InitRule(pattern="*.experts.gate_up", kind="normal", std=cfg.init_std),
+        spec.InitRule(pattern="*weight", kind="normal", std=cfg.init_std),
     )
 
 
 @spec.flops.register
 def _(cfg: DecoderConfig, rows: int, length: int) -> float:
-    """Two operations a multiply-add, three passes; causal attention counts the half that is not masked."""
-    a, m = cfg.attention, cfg.mlp
-    assert isinstance(a, Attention)
-    assert isinstance(m, Mlp)
-    linear = cfg.hidden * a.head_dim * (2 * a.heads + 2 * a.kv_heads) + 3 * cfg.hidden * m.width
-    scores = 2 * a.heads * a.head_dim * (length + 1) / 2
-    return 6.0 * rows * length * (cfg.layers * (linear + scores) + cfg.vocab * cfg.hidden)
+    return decoder_flops(cfg, rows, length)

@@ -14,9 +14,15 @@ Reader = Callable[[Mapping[str, Any]], spec.ModelConfig]
 
 READERS: Mapping[str, str] = {
     "lf_toy": "lf.models.toy:from_hf",
+    "deepseek_v2": "lf.models.llm.deepseek:from_hf",
+    "deepseek_v3": "lf.models.llm.deepseek:from_hf",
+    "kimi_k2": "lf.models.llm.deepseek:from_hf",
     "llama": "lf.models.llm.llama:from_hf",
+    "minimax_m2": "lf.models.llm.minimax:from_hf",
     "qwen2": "lf.models.llm.qwen:from_hf",
+    "qwen2_moe": "lf.models.llm.qwen_moe:from_hf",
     "qwen3": "lf.models.llm.qwen:from_hf",
+    "qwen3_moe": "lf.models.llm.qwen_moe:from_hf",
 }
 """`model_type` (transformers) or `_class_name` (diffusers) of a config.json, and the function that reads it."""
 

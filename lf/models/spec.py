@@ -8,7 +8,7 @@ Shapes: B rows of a micro-batch, S positions of a row, H width, V vocabulary.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -135,6 +135,22 @@ class Placed:
     """The boxes that this rank holds; together they fill its tensor, except padded rows."""
     owner: bool = True
     """Whether this rank is the one that saves these boxes (False on replicas)."""
+    replica: int = 0
+    """This rank's place among the data parallel ranks that hold the same boxes."""
+
+
+@runtime_checkable
+class Accounted(Protocol):
+    """A module that has loss terms of its own, beside those of its output, and state that follows each step by rule."""
+
+    def start_pass(self, weights: Mapping[str, float]) -> None:
+        """Makes ready for the micro-batches of a pass; `weights` are those of `loss_weights` over the global batch."""
+
+    def own_terms(self) -> dict[str, Tensor]:
+        """Returns this rank's share of the sum of each such term over the pass."""
+
+    def after_update(self) -> None:
+        """Follows an update of the weights; every rank calls it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -379,6 +395,7 @@ def text_batch(rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]
         "positions": torch.from_numpy(positions).reshape(len(full), size),
         "lengths": lengths,
         "ids": tuple(row["id"] for row in full),
+        "real": tuple(int(row["real"]) for row in full),
         "count": sum(row["real"] for row in full),
     }
 

@@ -61,7 +61,9 @@ def wrap(model: Any, ctx: Ctx, *, overlap: bool) -> Any:
     """Returns the model inside megatron-core's DistributedDataParallel, which sums gradients in fp32."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    overlap = overlap and ctx.layout.dp * ctx.layout.cp > 1
+    # Experts have data parallel ranks even where the rest has none: tensor parallel ranks that hold the same ones.
+    shared = max(ctx.groups.dp_cp.size(), ctx.groups.expt_dp.size())
+    overlap = overlap and shared > 1
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -102,7 +104,8 @@ def distributed_optimizer(
             None,
             None,
             model_chunks=list(chunks),
-            per_model_buffers={i: chunk.buffers for i, chunk in enumerate(chunks)},
+            # Each buffer knows the ranks that share it, so experts, which other ranks share, need no second optimiser.
+            per_model_buffers={i: chunk.buffers + chunk.expert_parallel_buffers for i, chunk in enumerate(chunks)},
             data_parallel_group=ctx.groups.intra_dp_cp,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=ctx.groups.mp.rank(),
@@ -162,5 +165,5 @@ def _placed(pieces: list[Any], rows: int | None) -> Placed:
         local += piece.local_shape[0]
     # The last number of a replica id is the data parallel rank; the distributed optimiser splits that axis itself.
     replica = pieces[0].replica_id
-    owner = not isinstance(replica, tuple) or not any(replica[:-1])
-    return Placed(name=pieces[0].key, shape=shape, parts=tuple(parts), owner=owner)
+    assert isinstance(replica, tuple)
+    return Placed(name=pieces[0].key, shape=shape, parts=tuple(parts), owner=not any(replica[:-1]), replica=replica[-1])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf.models.initialise import seed_of
-from lf.models.spec import Batch, Ctx, ModelConfig, Placed, build_model, forward, loss_terms
+from lf.models.spec import Accounted, Batch, Ctx, ModelConfig, Placed, build_model, forward, loss_terms
 from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import chunk_contexts, distributed_optimizer, owned_range, placements, wrap
@@ -69,9 +69,13 @@ def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
             for chunk in state.chunks:
                 chunk.zero_grad_buffer()
             state.optimizer.zero_grad()
+        accounted = _accounted(state)
+        for module in accounted:
+            module.start_pass(work.weights)
         with megatron_globals(ctx), torch.set_grad_enabled(work.train):
             done = _schedule(state, work, _forward_step(seed, cfg, work, ctx), ctx)
-        return _from_last_stage([{name: float(value) for name, value in terms.items()} for terms in done], ctx)
+        terms = _from_last_stage([{name: float(value) for name, value in terms.items()} for terms in done], ctx)
+        return _with_own_terms(terms, accounted, work, ctx) if work.train else terms
 
     def norm(state: TrainState) -> float:
         with megatron_globals(ctx):
@@ -84,8 +88,33 @@ def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
         for group in state.optimizer.param_groups:
             group["lr"] = rate
         state.optimizer.step_with_ready_grads()
+        with torch.no_grad():
+            for module in _accounted(state):
+                module.after_update()
 
     return Mechanics(layout=ctx.layout, group=ctx.groups.dp_cp, run=run, norm=norm, update=update)
+
+
+def _accounted(state: TrainState) -> list[Accounted]:
+    return [chunk.module for chunk in state.chunks if isinstance(chunk.module, Accounted)]
+
+
+def _with_own_terms(
+    done: list[dict[str, float]], accounted: list[Accounted], work: Pass, ctx: Ctx
+) -> list[dict[str, float]]:
+    """Returns the micro-batches' terms with those that modules keep themselves, all under the first micro-batch.
+
+    Tensor parallel ranks and pipeline stages each have a share of them.
+    """
+    names = sorted(work.weights.keys() - done[0].keys())
+    if not names:
+        return done
+    row = torch.zeros(len(names), dtype=torch.float64)
+    for terms in (module.own_terms() for module in accounted):
+        row += torch.tensor([float(terms.get(name, 0.0)) for name in names], dtype=torch.float64)
+    dist.all_reduce(row, group=ctx.groups.mp)
+    totals = [dict(zip(names, row.tolist(), strict=True)), *[dict.fromkeys(names, 0.0)] * (len(done) - 1)]
+    return [{**terms, **own} for terms, own in zip(done, totals, strict=True)]
 
 
 def _schedule(state: TrainState, work: Pass, forward_step: Any, ctx: Ctx) -> list[dict[str, Tensor]]:
@@ -192,9 +221,8 @@ def _held(state: TrainState, ctx: Ctx) -> Iterator[tuple[Placed, int, int, nn.Pa
 
 def _pieces(state: TrainState, ctx: Ctx) -> Iterator[Piece]:
     frozen = {id(p) for chunk in state.chunks for p in chunk.module.parameters() if not p.requires_grad}
-    replica = ctx.layout.dp_rank > 0 or ctx.layout.cp_rank > 0
     for placed, start, stop, tensor in _held(state, ctx):
-        if not placed.owner or (replica and id(tensor) in frozen):
+        if not placed.owner or (placed.replica and id(tensor) in frozen):
             continue
         yield from _cut(WEIGHT, placed, start, stop, tensor.detach())
         for kind, kept in state_tensors(state.optimizer.optimizer, tensor).items():
@@ -230,25 +258,24 @@ def _weights(state: TrainState, ctx: Ctx) -> Callable[[str], Tensor]:
     for chunk in state.chunks:
         chunk.start_param_sync(force_sync=True)
     pairs = [pair for chunk in state.chunks for pair in placements(chunk.module, ctx)]
-    mine = {placed.name: (param.detach(), placed) for param, placed in pairs if placed.owner}
-    sends = ctx.layout.dp_rank == 0 and ctx.layout.cp_rank == 0
-    everyone: list[dict[str, Placed]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {name: placed for name, (_, placed) in mine.items()} if sends else {})
-    holders: dict[str, list[tuple[int, Placed]]] = {}
+    mine = {placed.name: (param.detach(), placed) for param, placed in pairs if placed.owner and not placed.replica}
+    everyone: list[dict[str, tuple[Placed, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, {name: (placed, param.dtype) for name, (param, placed) in mine.items()})
+    holders: dict[str, list[tuple[int, Placed, torch.dtype]]] = {}
     for rank, held in enumerate(everyone):
-        for name, placed in held.items():
-            holders.setdefault(name, []).append((rank, placed))
+        for name, (placed, dtype) in held.items():
+            holders.setdefault(name, []).append((rank, placed, dtype))
 
     def whole(name: str) -> Tensor:
-        shape = holders[name][0][1].shape
+        _, first, dtype = holders[name][0]
         if dist.get_rank():
-            for rank, placed in holders[name]:
+            for rank, placed, _ in holders[name]:
                 if rank == dist.get_rank():
                     for part in placed.parts:
                         dist.send(mine[name][0][_box(part.local, part.size)].contiguous(), 0)
-            return torch.empty(shape, device="meta")
-        out = torch.empty(shape, dtype=ctx.dtype, device=ctx.device.torch_type)
-        for rank, placed in holders[name]:
+            return torch.empty(first.shape, device="meta")
+        out = torch.empty(first.shape, dtype=dtype, device=ctx.device.torch_type)
+        for rank, placed, _ in holders[name]:
             for part in placed.parts:
                 piece = out.new_empty(part.size)
                 if rank:

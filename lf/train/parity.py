@@ -2,7 +2,8 @@
 
 A golden folder is a Hugging Face checkpoint folder with `io.safetensors` beside it: the inputs of the public model by
 the names of its forward, `labels` (unshifted, -100 ignored), and what it gave: `logits`, `loss` (the mean over the
-targets) and `grad.<checkpoint key>` of that loss.
+targets) and `grad.<checkpoint key>` of that loss. With a head for the token after next it also has `mtp_logits`,
+`mtp_loss` and `total_loss`, and the gradients are those of the total.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,19 @@ from torch import Tensor, nn
 
 from lf.models import weights
 from lf.models.hf_folder import parse_config
-from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, forward, loss_terms, loss_weights, weight_map
+from lf.models.spec import (
+    IGNORE,
+    Batch,
+    Ctx,
+    Layout,
+    ModelConfig,
+    forward,
+    loss_coefficients,
+    loss_terms,
+    loss_weights,
+    slice_batch,
+    weight_map,
+)
 from lf.parallel.megatron import placements
 from lf.train.start import load_model, open_start
 from lf.train.step import weighted_loss
@@ -45,7 +58,7 @@ class Parity:
     @property
     def ok(self) -> bool:
         """Whether every recorded output and gradient is there and near enough."""
-        outputs = [(value, TOLERANCES.get(name, 0.0)) for name, value in self.outputs.items()]
+        outputs = [(value, TOLERANCES[name.rpartition("_")[2]]) for name, value in self.outputs.items()]
         grads = [(value, TOLERANCES["grads"]) for value in self.grads.values()]
         return bool(outputs) and all(value is not None and value <= limit for value, limit in outputs + grads)
 
@@ -99,22 +112,38 @@ def _batch(recorded: Mapping[str, Tensor], labels: bool) -> Batch:
 
 
 def _outputs(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns logits and mean losses, those of further heads under names of their own, and the total loss."""
+    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
+    unlabelled = {name: value for name, value in batch.items() if not name.startswith("labels")}
     with torch.no_grad():
-        logits = forward(cfg, model, _batch(recorded, labels=False))
-        batch = _batch(recorded, labels=True)
-        terms, counts = loss_terms(cfg, forward(cfg, model, batch), batch), loss_weights(cfg, batch)
-    return {"logits": logits, "loss": (terms["lm"] / counts["lm"]).reshape(recorded["loss"].shape)}
+        logits, losses = forward(cfg, model, unlabelled), loss_terms(cfg, forward(cfg, model, batch), batch)
+    counts, factors = loss_weights(cfg, batch), loss_coefficients(cfg)
+    means = {name: losses[name] / counts[name] for name in losses}
+    made = {_recorded(name, "logits"): value for name, value in _by_term(logits).items()}
+    made |= {_recorded(name, "loss"): value.reshape(1) for name, value in means.items()}
+    total = torch.stack([factors.get(name, 1.0) * value for name, value in means.items()]).sum()
+    return {**made, "total_loss": total.reshape(1)}
+
+
+def _by_term(output: Any) -> Mapping[str, Tensor]:
+    return output if isinstance(output, dict) else {"lm": output}
+
+
+def _recorded(term: str, kind: str) -> str:
+    """Returns the recorded name of a term's loss or logits: plain for the model's own, `mtp_...` for its first head."""
+    return kind if term == "lm" else f"{term.removesuffix('1')}_{kind}"
 
 
 def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Tensor]:
     """Returns the gradients of the loss under Hugging Face names: they go through the weight map as weights do."""
-    batch = _batch(recorded, labels=True)
+    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
     totals = {name: float(weight) for name, weight in loss_weights(cfg, batch).items()}
     weighted_loss(cfg, loss_terms(cfg, forward(cfg, model, batch), batch), totals).backward()
-    by_name = {placed.name: param.grad for param, placed in placements(model, ctx)}
+    by_name = {placed.name: param for param, placed in placements(model, ctx)}
 
     def get(name: str) -> Tensor:
-        grad = by_name[name]
+        param = by_name[name]
+        grad = param.grad if param.requires_grad else torch.zeros_like(param)
         assert grad is not None
         return grad
 

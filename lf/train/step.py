@@ -93,7 +93,8 @@ def evaluation(cfg: ModelConfig, mechanics: Mechanics) -> Evaluate:
             micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in batches)
             own = _own_weights(cfg, micro)
             done = mechanics.run(state, Pass(step=0, micro=micro, weights=dict.fromkeys(own, 1.0), train=False))
-            for name, weight in own.items():
+            # Terms that a model has only while it trains are no part of an evaluation.
+            for name, weight in ((name, weight) for name, weight in own.items() if name in done[0]):
                 totals[name] = totals.get(name, 0.0) + weight
                 sums[name] = sums.get(name, 0.0) + math.fsum(terms[name] for terms in done)
         for chunk in state.chunks:

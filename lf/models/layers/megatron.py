@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -13,21 +14,21 @@ from torch import Tensor, nn
 
 from lf.devices.device import Device
 from lf.models.layers.attention import TorchAttention
-from lf.models.layers.fused import rms_norm, swiglu
+from lf.models.layers.fused import swiglu
+from lf.models.layers.norm import TorchNorm as TorchNorm
 
 
-class TorchNorm(nn.Module):
-    """RMSNorm over the last dimension whose weight knows that sequence parallel ranks each see a part."""
+class TorchLinear(nn.Module):
+    """A linear layer that every tensor parallel rank has whole, for its own part of the sequence; it has no bias."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns x of the same shape, normalised."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Returns the product and no bias."""
+        return F.linear(x, self.weight), None
 
 
 class TorchProvider(BackendSpecProvider):
@@ -40,6 +41,10 @@ class TorchProvider(BackendSpecProvider):
     def row_parallel_linear(self) -> type:
         """Returns the linear layer that is split by input."""
         return RowParallelLinear
+
+    def linear(self) -> type:
+        """Returns the linear layer that every tensor parallel rank has whole."""
+        return TorchLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         """Returns whether a norm and the linear after it are one module."""

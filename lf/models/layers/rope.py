@@ -219,12 +219,24 @@ def _(scaling: YarnScaling, theta: float, rot: int, length: int) -> tuple[Tensor
     return frequencies, _yarn_attention_factor(scaling)
 
 
-def _yarn_attention_factor(scaling: YarnScaling) -> float:
-    def weight(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+def _yarn_weight(scaling: YarnScaling, mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
+
+def _yarn_attention_factor(scaling: YarnScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return weight(scaling.mscale) / weight(scaling.mscale_all_dim)
-    return weight(1.0)
+        return _yarn_weight(scaling, scaling.mscale) / _yarn_weight(scaling, scaling.mscale_all_dim)
+    return _yarn_weight(scaling, 1.0)
+
+
+def latent_scale(rope: Rope, width: int) -> float:
+    """Returns the factor on query-key products of latent attention, whose heads rotate only a part of `width` dims.
+
+    YaRN's temperature then has to reach the other part too (`mscale_all_dim`, DeepSeek-V2's modeling_deepseek.py).
+    """
+    scaling, scale = rope.scaling, width**-0.5
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
+        scale *= _yarn_weight(scaling, scaling.mscale_all_dim) ** 2
+    return scale

@@ -3,16 +3,16 @@
 A family states what it fixes as a `Family`; `llama.py` and `qwen.py` hold the families.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import attrs
 
-from lf.models.decoder import Attention, DecoderConfig, Mlp, Norm
+from lf.models.decoder import Attention, DecoderConfig, Experts, Mlp, Norm
 from lf.models.layers.rope import Rope
 from lf.models.llm.fields import flag, number, whole
 from lf.models.llm.rope_config import read_rope, write_rope
-from lf.models.weights import Carried, Duplicate, FusedQkv, Rule, Same, Stack, WeightMap
+from lf.models.llm.rules import weight_map as weight_map
 
 Kind = TypeVar("Kind", bound=DecoderConfig)
 
@@ -48,8 +48,14 @@ class Family:
     """Whether query, key and value projections have a bias."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """What queries and keys are normalised over."""
     windows: bool = False
     """Whether its config.json can state a sliding window."""
+    fraction: bool = False
+    """Whether its config.json can state that a part of a head is rotated."""
+    experts: bool = False
+    """Whether it has experts."""
     required: tuple[str, ...] = ()
     """Keys that its config.json must have, besides the sizes."""
     biases: tuple[str, ...] = ()
@@ -61,7 +67,7 @@ def read(config: Mapping[str, Any], family: Family, kind: type[Kind]) -> Kind:
 
     Keys that change no number in transformers are ignored, among them `pretraining_tp`.
     """
-    _check(config, family)
+    check_config(config, family)
     hidden, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
     heads, max_length = whole(config, "num_attention_heads"), whole(config, "max_position_embeddings")
     head_dim = _head_dim(config, hidden, heads)
@@ -76,11 +82,12 @@ def read(config: Mapping[str, Any], family: Family, kind: type[Kind]) -> Kind:
             head_dim=head_dim,
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
+            qk_norm_over=family.qk_norm_over,
             window=window,
             window_layers=window_layers,
             dropout=number(config, "attention_dropout", 0.0),
         ),
-        mlp=Mlp(width=whole(config, "intermediate_size"), activation=_activation(config)),
+        mlp=Mlp(width=whole(config, "intermediate_size"), activation=activation(config)),
         norm=Norm(eps=number(config, "rms_norm_eps", above=0.0)),
         rope=_whole_head(read_rope(config, max_length), family),
         max_length=max_length,
@@ -97,6 +104,7 @@ def write(cfg: DecoderConfig, family: Family) -> dict[str, Any]:
     """
     attention, mlp = _parts(cfg)
     _check_fixed(cfg, attention, family)
+    check_extras(cfg, experts=family.experts, mtp=False, name=family.model_type)
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -107,7 +115,7 @@ def write(cfg: DecoderConfig, family: Family) -> dict[str, Any]:
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": next(name for name, activation in ACTIVATIONS.items() if activation == mlp.activation),
+        "hidden_act": activation_name(mlp),
         "max_position_embeddings": cfg.max_length,
         "initializer_range": cfg.init_std,
         "rms_norm_eps": cfg.norm.eps,
@@ -122,33 +130,29 @@ def write(cfg: DecoderConfig, family: Family) -> dict[str, Any]:
     return config | dict.fromkeys(family.biases, False) | windows | write_rope(cfg.rope, cfg.max_length)
 
 
-def weight_map(cfg: DecoderConfig) -> WeightMap:
-    """Returns the map between canonical names and those of transformers' dense decoders, biases and norms included."""
-    attention, _ = _parts(cfg)
-    rules: list[Rule] = [
-        Same("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-        Same("decoder.final_layernorm.weight", "model.norm.weight"),
-        Carried("*.rotary_emb.inv_freq"),
-    ]
-    for layer in range(cfg.layers):
-        rules += _layer_rules(attention, f"decoder.layers.{layer}", f"model.layers.{layer}")
-    if cfg.tied:
-        rules.append(Duplicate("lm_head.weight", "model.embed_tokens.weight"))
-    else:
-        rules.append(Same("output_layer.weight", "lm_head.weight"))
-    return WeightMap(tuple(rules))
+def check_extras(cfg: DecoderConfig, *, experts: bool, mtp: bool, name: str) -> None:
+    """Raises ValueError unless a model has experts where its family does, and further heads only where it can."""
+    if (cfg.experts is not None) != experts:
+        raise ValueError(
+            f"experts = {'None' if cfg.experts is None else 'Experts(...)'}, but every {name} model has "
+            f"{'them' if experts else 'none'}; set it so, or take a family that fits"
+        )
+    if cfg.mtp is not None and not mtp:
+        raise ValueError(f"mtp is set, but {name} models have no further heads; set mtp to None")
 
 
-def parameters(cfg: DecoderConfig) -> int:
-    """Returns the number of trained parameters, without padded rows of the vocabulary."""
-    attention, mlp = _parts(cfg)
-    qkv = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    layer = qkv * (cfg.hidden + attention.qkv_bias) + attention.heads * attention.head_dim * cfg.hidden
-    layer += 2 * attention.head_dim * attention.qk_norm + 3 * mlp.width * cfg.hidden + 2 * cfg.hidden
-    return cfg.layers * layer + cfg.hidden + cfg.vocab * cfg.hidden * (1 if cfg.tied else 2)
+def check_routing(experts: Experts, name: str, **fixed: Any) -> None:
+    """Raises ValueError where experts differ from what every model of a family has."""
+    for key, value in fixed.items():
+        if getattr(experts, key) != value:
+            raise ValueError(
+                f"experts.{key} = {getattr(experts, key)!r}, but every {name} model has {key} = {value!r}; set it so, "
+                "or take a family that fits"
+            )
 
 
-def _check(config: Mapping[str, Any], family: Family) -> None:
+def check_config(config: Mapping[str, Any], family: Family) -> None:
+    """Raises ValueError where a config.json lacks a key, has another head, or adds biases."""
     missing = [key for key in (*REQUIRED, *family.required) if config.get(key) is None]
     if missing:
         raise ValueError(
@@ -172,7 +176,7 @@ def _check(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _check_fixed(cfg: DecoderConfig, attention: Attention, family: Family) -> None:
-    for key in ("qkv_bias", "qk_norm"):
+    for key in ("qkv_bias", "qk_norm", "qk_norm_over"):
         if getattr(attention, key) != getattr(family, key):
             raise ValueError(
                 f"attention.{key} = {getattr(attention, key)}, but every {family.model_type} model has "
@@ -192,7 +196,7 @@ def _check_fixed(cfg: DecoderConfig, attention: Attention, family: Family) -> No
 
 
 def _whole_head(rope: Rope, family: Family) -> Rope:
-    if rope.fraction != 1.0:
+    if rope.fraction != 1.0 and not family.fraction:
         raise ValueError(
             f"a rotated part of {rope.fraction} (partial_rotary_factor, rope.fraction), but {family.model_type} models "
             "rotate the whole head, and transformers would not do otherwise; set it to 1.0 or delete it"
@@ -219,7 +223,13 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     return whole(config, "head_dim", hidden // heads)
 
 
-def _activation(config: Mapping[str, Any]) -> Literal["silu", "gelu", "gelu_tanh"]:
+def activation_name(mlp: Mlp) -> str:
+    """Returns config.json's name of the function of the gate."""
+    return next(name for name, function in ACTIVATIONS.items() if function == mlp.activation)
+
+
+def activation(config: Mapping[str, Any]) -> Literal["silu", "gelu", "gelu_tanh"]:
+    """Returns the function of the gate that a config.json names; raises ValueError for one that lf does not know."""
     name = config.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"hidden_act = {name!r} is not known to lf; it knows {', '.join(ACTIVATIONS)}")
@@ -266,29 +276,3 @@ def _window_fields(attention: Attention, layers: int) -> dict[str, Any]:
         "max_window_layers": first if sliding == set(range(first, layers)) else layers,
         "layer_types": ["sliding_attention" if layer in sliding else "full_attention" for layer in range(layers)],
     }
-
-
-def _layer_rules(attention: Attention, lf: str, hf: str) -> Collection[Rule]:
-    def qkv(part: str) -> FusedQkv:
-        return FusedQkv(
-            f"{lf}.self_attention.linear_qkv.{part}",
-            *(f"{hf}.self_attn.{head}_proj.{part}" for head in "qkv"),
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-        )
-
-    rules: list[Rule] = [
-        Same(f"{lf}.input_layernorm.weight", f"{hf}.input_layernorm.weight"),
-        qkv("weight"),
-        Same(f"{lf}.self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight"),
-        Same(f"{lf}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"),
-        Stack(f"{lf}.mlp.linear_fc1.weight", (f"{hf}.mlp.gate_proj.weight", f"{hf}.mlp.up_proj.weight")),
-        Same(f"{lf}.mlp.linear_fc2.weight", f"{hf}.mlp.down_proj.weight"),
-    ]
-    if attention.qkv_bias:
-        rules.append(qkv("bias"))
-    if attention.qk_norm:
-        for head in "qk":
-            rules.append(Same(f"{lf}.self_attention.{head}_layernorm.weight", f"{hf}.self_attn.{head}_norm.weight"))
-    return rules
