@@ -1,7 +1,8 @@
 """Plans without any process: schedules, sizes of presets, what fits, the script."""
 
+import importlib.util
 import json
-import runpy
+import sys
 import time
 from pathlib import Path
 
@@ -199,7 +200,13 @@ cfg = lf.Run(model=qwen3_tiny, data=lf.TextData(paths=("nowhere",), seq_len=64),
 
 
 def script(*args: str) -> int:
-    return int(runpy.run_path(str(ROOT / "scripts/plan.py"))["main"](args))
+    spec_ = importlib.util.spec_from_file_location("plan_script", ROOT / "scripts/plan.py")
+    assert spec_ is not None
+    assert spec_.loader is not None
+    module = importlib.util.module_from_spec(spec_)
+    sys.modules["plan_script"] = module
+    spec_.loader.exec_module(module)
+    return int(module.main(args))
 
 
 def test_the_script_plans_the_config_with_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

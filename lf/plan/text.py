@@ -46,7 +46,8 @@ def _head(plan: Plan) -> str:
             f"{experts}; rank = {rank}",
             f"model: {plan.parameters:,} parameters, {job.itemsize} bytes each",
             f"step: {job.batch} rows of {job.length} tokens, "
-            f"{plan.micro_batches} micro-batches of {p.micro_batch} a rank, {plan.flops:.3g} FLOPs ({plan.flops / job.world:.3g} a rank)",
+            f"{plan.micro_batches} micro-batches of {p.micro_batch} a rank",
+            f"operations of a step: {plan.flops:.3g} ({plan.flops / job.world:.3g} a rank), recomputation not counted",
             f"recompute: {p.recompute}; selective is {', '.join(modules(p, 'selective'))}",
             f"pipeline bubble: {wait}",
         ]
