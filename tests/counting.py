@@ -24,6 +24,7 @@ OPS = {
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
     "send": ("send", 0),
 }
@@ -51,9 +52,9 @@ class Calls(TorchDispatchMode):
             op, at = OPS[name.removeprefix("c10d::")]
             group = next(arg for arg in args if _is_group(arg))
             size = _bytes(args[at])
-            if size > SCALARS:
-                # Interleaved stages send through the group of all ranks.
-                axis = "pp" if op == "send" else self.names.get(dist.ProcessGroup.unbox(group).group_name, "other")
+            # Interleaved stages send through the group of all ranks; sums over other groups are counts of tokens.
+            axis = "pp" if op == "send" else self.names.get(dist.ProcessGroup.unbox(group).group_name, "")
+            if size > SCALARS and axis:
                 entry = self.found.setdefault((axis, op), [0, 0])
                 entry[0] += 1
                 entry[1] += size
@@ -123,7 +124,7 @@ def counted(run: lf.Run, length: int, documents: int, micro: int) -> dict[str, A
     state = [t for kept_ in optimizer.state.values() for t in kept_.values() if isinstance(t, Tensor)]
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
-        "elements": sum(p.numel() for p in weights),
+        "elements": sum(p.numel() for p in weights if p.requires_grad),
         "parameters": sum(held.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(t.nbytes for t in state)

@@ -127,7 +127,7 @@ MHA = attrs.evolve(DENSE.attention, kv_heads=4)  # type: ignore[type-var]
 
 
 def test_stages_hold_the_layers_that_megatron_gives_them() -> None:
-    from lf.models.gpt import stage_layout
+    from lf.models.gpt_spec import stage_layout
 
     cfg = attrs.evolve(DENSE, layers=11)
     for parallel in (P(pp=2), P(pp=2, vpp=2), P(pp=4), P(pp=2, stages=(3, 8)), P(pp=2, vpp=2, stages=(1, 2, 3, 5))):

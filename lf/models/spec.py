@@ -201,6 +201,8 @@ class Weight:
     """Whether its gradient is summed over the tensor parallel ranks after the backward."""
     tied: bool = False
     """Whether the first and the last pipeline stage both hold it."""
+    frozen: bool = False
+    """Whether no gradient is taken and no optimiser moves it."""
 
 
 @attrs.frozen(kw_only=True)

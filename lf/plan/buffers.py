@@ -35,7 +35,7 @@ class Buffer:
 def buffers(blocks: Sequence[Block], itemsize: int, ranks: int, expert_ranks: int, limit: int) -> tuple[Buffer, ...]:
     """Returns the buffers of one model chunk; a bucket ends when it has `limit` elements, 0 for one bucket."""
     sorts: dict[tuple[bool, int], list[Weight]] = {}
-    for weight in in_order(blocks):
+    for weight in (weight for weight in in_order(blocks) if not weight.frozen):
         sorts.setdefault((weight.expert, weight.itemsize or itemsize), []).append(weight)
     return tuple(
         Buffer(

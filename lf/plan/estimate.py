@@ -174,7 +174,7 @@ def plan(job: Job) -> Plan:
         job=job,
         layout=layout,
         micro_batches=micro,
-        parameters=sum(weight.size - weight.padding for weight in in_order(alone)),
+        parameters=sum(w.size - w.padding for w in in_order(alone) if not w.frozen),
         flops=flops(job.model, job.batch, job.length),
         bubble=idle([s.forward for s in stages], [s.backward for s in stages], micro),
         stages=stages,
@@ -224,12 +224,17 @@ def _chunk_buffers(job: Job, layout: Layout, found: Sequence[Block]) -> tuple[Bu
 
 def _memory(job: Job, found: Sequence[Block], held: Sequence[Buffer], flights: Iterable[tuple[int, ...]]) -> Memory:
     return Memory(
-        parameters=sum(buffer.padded * buffer.itemsize for buffer in held),
+        parameters=sum(buffer.padded * buffer.itemsize for buffer in held) + _frozen(job, found),
         gradients=sum(buffer.padded * MAIN for buffer in held),
         optimizer=sum(_optimizer(job, buffer) for buffer in held),
         activations=sum(size for _, size in _kept(found, _worst(found, flights))),
         working=max(block.working for block in found),
     )
+
+
+def _frozen(job: Job, found: Sequence[Block]) -> int:
+    weights = [(weight, block.count) for block in found for weight in block.weights if weight.frozen]
+    return sum(weight.size * (weight.itemsize or job.itemsize) * count for weight, count in weights)
 
 
 def _optimizer(job: Job, buffer: Buffer) -> int:
@@ -326,6 +331,7 @@ def _ranks(layout: Layout, axis: str) -> int:
         "dp": layout.dp * layout.cp,
         "expert dp": layout.dp * layout.tp * layout.cp // (layout.ep * layout.etp),
         "ends": min(2, layout.pp),
+        "etp*ep": layout.etp * layout.ep,
     }
     return special.get(axis) or int(getattr(layout, axis))
 
