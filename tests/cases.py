@@ -1,6 +1,6 @@
 """Small models and runs that several test files share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -86,8 +86,10 @@ def dealt(rows: Sequence[dict[str, Any]], micro_batch: int, layout: Layout) -> l
     return micro[layout.dp_rank :: layout.dp]
 
 
-def gradients(engine: Engine, ctx: Ctx, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tensor], float, float]:
-    """Returns every gradient of one step by canonical name, its norm and the loss; the update is left out.
+def gradients(
+    engine: Engine, ctx: Ctx, batches: Sequence[Batch]
+) -> tuple[dict[str, torch.Tensor], float, float, Mapping[str, float]]:
+    """Returns every gradient of one step by canonical name, its norm, the loss and its terms, without the update.
 
     Ranks that hold the same numbers are compared on the way.
     """
@@ -116,7 +118,7 @@ def gradients(engine: Engine, ctx: Ctx, batches: Sequence[Batch]) -> tuple[dict[
         flat[piece.start : piece.stop] = piece.data
         box.copy_(flat.view_as(box))
     assert not any(grad.isnan().any() for grad in whole.values())
-    return whole, metrics.grad_norm, metrics.loss
+    return whole, metrics.grad_norm, metrics.loss, metrics.terms
 
 
 def trained(engine: Engine, batches: Sequence[Batch], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -97,8 +97,8 @@ def test_gradients_do_not_depend_on_the_layout(workers: Workers, reference: Any,
     world, parallel = {**LAYOUTS, **WIDE}[layout]
     if not _fits(model, parallel):
         parallel = attrs.evolve(parallel, tp=2)
-    grads, norm, loss = reference(model)
-    for grads_, norm_, loss_ in workers.run(world, one_step, model, parallel):
+    grads, norm, loss, _ = reference(model)
+    for grads_, norm_, loss_, _ in workers.run(world, one_step, model, parallel):
         assert abs(loss_ - loss) <= GATE * loss
         assert abs(norm_ - norm) <= GATE * norm
         assert grads_.keys() == grads.keys()

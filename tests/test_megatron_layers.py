@@ -466,12 +466,12 @@ def changed(order: tuple[int, ...], change: dict[str, Any]) -> Any:
 
 
 def test_dropout_is_a_function_of_seed_step_and_samples(workers: Workers) -> None:
-    (reference, _, loss), *_ = workers.run(1, dropped, ORDER)
-    (again, _, loss_), *_ = workers.run(1, dropped, ORDER)
+    (reference, _, loss, _), *_ = workers.run(1, dropped, ORDER)
+    (again, _, loss_, _), *_ = workers.run(1, dropped, ORDER)
     assert loss == loss_
     assert all(torch.equal(again[name], value) for name, value in reference.items())
     for world, order in ((1, (3, 1, 2, 0)), (2, ORDER), (2, (2, 3, 1, 0))):
-        for grads, _, loss_ in workers.run(world, dropped, order):
+        for grads, _, loss_, _ in workers.run(world, dropped, order):
             assert loss_ == pytest.approx(loss, rel=1e-6)
             assert worst(grads, reference) < 5e-6, (world, order)
     for change in ({"step": 1}, {"number": 1}, {"named": "line"}, {"cfg": DENSE}):

@@ -84,8 +84,36 @@ def transformer_config(cfg: DecoderConfig, ctx: Ctx) -> TransformerConfig:
         transformer_impl="transformer_engine" if _is_te(ctx) else "local",
         **_attention_fields(cfg),
         **_expert_fields(cfg),
-        **dict(ctx.options),
+        **{name: value for name, value in ctx.options if name != "recompute_modules"},
+        **_recompute_fields(cfg, ctx),
     )
+
+
+RECOMPUTED = {
+    "moe": "experts",
+    "shared_experts": "a shared expert",
+    "moe_act": "experts",
+    "mla_up_proj": "latent attention",
+}
+"""What a model must have for a part of it to be made again."""
+
+
+def _recompute_fields(cfg: DecoderConfig, ctx: Ctx) -> dict[str, Any]:
+    """Returns which modules megatron-core makes again; latent attention is lf's own, and asks `_recomputed` itself."""
+    e, modules = cfg.experts, _recomputed(ctx)
+    has = {"experts": e is not None, "a shared expert": e is not None and e.shared > 0}
+    has["latent attention"] = isinstance(cfg.attention, Mla)
+    for name in modules:
+        if not has.get(RECOMPUTED.get(name, ""), True):
+            raise ValueError(
+                f"parallel.recompute_modules has {name!r}, but the model has no {RECOMPUTED[name].removeprefix('a ')}; "
+                "remove it"
+            )
+    return {"recompute_modules": [name for name in modules if name != "mla_up_proj"]} if modules else {}
+
+
+def _recomputed(ctx: Ctx) -> tuple[str, ...]:
+    return tuple(dict(ctx.options).get("recompute_modules", ()))
 
 
 def _attention_fields(cfg: DecoderConfig) -> dict[str, Any]:
@@ -217,4 +245,7 @@ def _(attention: Attention, cfg: DecoderConfig, ctx: Ctx) -> ModuleSpec:
 @attention_spec.register
 def _(attention: Mla, cfg: DecoderConfig, ctx: Ctx) -> ModuleSpec:
     scale = latent_scale(cfg.rope, query_key_width(attention))
-    return ModuleSpec(module=LatentAttention, params={"part": attention, "layers": ctx.layers, "scale": scale})
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"part": attention, "layers": ctx.layers, "scale": scale, "again": _recomputed(ctx)},
+    )

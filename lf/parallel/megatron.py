@@ -104,8 +104,9 @@ def distributed_optimizer(
             None,
             None,
             model_chunks=list(chunks),
-            # Each buffer knows the ranks that share it, so experts, which other ranks share, need no second optimiser.
-            per_model_buffers={i: chunk.buffers + chunk.expert_parallel_buffers for i, chunk in enumerate(chunks)},
+            # Each buffer knows the ranks that share it, so experts, which other ranks share, need no second optimiser;
+            # megatron-core wants one buffer for each dtype and key, and uses the key for nothing else.
+            per_model_buffers=dict(enumerate(held for chunk in chunks for held in _buffers(chunk))),
             data_parallel_group=ctx.groups.intra_dp_cp,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=ctx.groups.mp.rank(),
@@ -114,6 +115,10 @@ def distributed_optimizer(
     optimizer.grad_stats_parallel_group = ctx.groups.intra_dist_opt
     optimizer.tp_group = ctx.groups.tp
     return optimizer
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    return [held for held in (chunk.buffers, chunk.expert_parallel_buffers) if held]
 
 
 def owned_range(optimizer: Any, param: nn.Parameter) -> tuple[int, int, nn.Parameter] | None:

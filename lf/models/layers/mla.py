@@ -39,6 +39,7 @@ class LatentAttention(MegatronModule):
         part: Mla,
         layers: Any,
         scale: float,
+        again: tuple[str, ...],
         pg_collection: Any = None,
         cp_comm_type: str | None = None,
     ) -> None:
@@ -102,8 +103,7 @@ class LatentAttention(MegatronModule):
             is_expert=False,
             tp_group=self.tp,
         )
-        modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
-        self.up_again, self.core_again = "mla_up_proj" in modules, "core_attn" in modules
+        self.up_again, self.core_again = "mla_up_proj" in again, "core_attn" in again
 
     def forward(
         self,
