@@ -15,7 +15,9 @@ import lf
 from lf.data.config import DataConfig
 from lf.devices.cpu import cpu
 from lf.models import spec
-from lf.models.llm import llama, qwen
+from lf.models.decoder import DecoderConfig
+from lf.models.decoder_facts import parameters
+from lf.models.llm import deepseek, llama, minimax, qwen, qwen_moe
 from lf.models.spec import Layout, Load
 from lf.parallel.config import MegatronParallel, resolve
 from lf.parallel.groups import place
@@ -35,11 +37,31 @@ SMALL = Job(model=attrs.evolve(DENSE, layers=8), parallel=P(), world=4, batch=16
 PLAIN = Load(rows=1, length=64)
 
 
+SPARSE = {
+    name: value
+    for module in (deepseek, qwen_moe, minimax)
+    for name, value in vars(module).items()
+    if isinstance(value, DecoderConfig)
+}
+
+
+def total(cfg: DecoderConfig) -> int:
+    return sum(
+        (weight.size - weight.padding) * block.count
+        for block in spec.blocks(cfg, Layout(), PLAIN)
+        for weight in block.weights
+        if not weight.frozen
+    )
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_that_were_published(name: str) -> None:
-    found = spec.blocks(PRESETS[name], Layout(), PLAIN)
-    sizes = [(weight.size - weight.padding) * block.count for block in found for weight in block.weights]
-    assert sum(sizes) == PUBLISHED[name]
+    assert total(PRESETS[name]) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_parameters_with_experts_are_those_of_the_model(name: str) -> None:
+    assert total(SPARSE[name]) == parameters(SPARSE[name])
 
 
 MODELS = {
@@ -48,6 +70,8 @@ MODELS = {
     "llama": llama.llama_tiny,
     "qwen2": qwen.qwen2_tiny,
     "published": qwen.qwen3_8b,
+    **{name: cfg for name, cfg in SPARSE.items() if name.endswith("_tiny")},
+    "kimi_k2": deepseek.kimi_k2,
 }
 
 
@@ -61,14 +85,20 @@ def test_weights_are_those_of_the_module(one_process: None, name: str) -> None:
     expected = {}
     for block in spec.blocks(cfg, Layout(), PLAIN):
         for weight in block.weights:
-            names = [f"decoder.layers.{layer}.{weight.name}" for layer in block.layers] or [weight.name]
+            names = [_place(cfg, layer) + weight.name for layer in block.layers] or [weight.name]
             expected |= dict.fromkeys(names, weight.size)
     assert {name: p.numel() for name, p in built.named_parameters()} == expected
 
 
+def _place(cfg: DecoderConfig, layer: int) -> str:
+    return f"decoder.layers.{layer}." if layer < cfg.layers else f"mtp.layers.{layer - cfg.layers}."
+
+
+@pytest.mark.parametrize("model", ["dense", "deepseek_v3_tiny", "qwen2_moe_tiny"])
 @pytest.mark.parametrize("parallel", [P(), P(tp=2), P(pp=2), P(pp=2, vpp=2), P(cp=2), P(tp=2, pp=2, recompute="full")])
-def test_operations_add_up_to_those_of_the_model(parallel: MegatronParallel) -> None:
-    made = plan(attrs.evolve(SMALL, parallel=parallel))
+def test_operations_add_up_to_those_of_the_model(model: str, parallel: MegatronParallel) -> None:
+    cfg = attrs.evolve(SPARSE[model], layers=8) if model in SPARSE else SMALL.model
+    made = plan(attrs.evolve(SMALL, model=cfg, parallel=parallel))
     a_pass = sum(sum(stage.forward) * stage.ranks for stage in made.stages) * made.micro_batches
     # Padded columns of the output layer are multiplied too.
     assert 3 * a_pass == pytest.approx(made.flops, rel=0.01)
