@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import attrs
 import tyro
 
+from lf.launch import parse
+from lf.plan.estimate import plan
+from lf.plan.speed import Devices, search
+from lf.plan.text import GIB, as_json, render
 from lf.terminal import say, tolerant
-
-GIB = 2**30
+from lf.train.planning import job_of
 
 
 @attrs.frozen(kw_only=True)
@@ -28,28 +31,27 @@ class Flags:
     """Whether the ranks are CPUs, whose layers keep more."""
     json: bool = False
     """Whether to print JSON."""
+    search: bool = False
+    """Whether to name the fastest layouts of as many ranks (that fit in `--memory`), by what `devices` declares."""
+    devices: Devices = Devices()
+    """What ranks compute and send."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 bad usage or config."""
     helps = [arg for arg in argv if arg in ("-h", "--help")]
-    rest = [arg for arg in argv if arg not in helps]
     if helps and not any(arg.split("=")[0] == "--cfg" for arg in argv):
         tyro.cli(Flags, args=helps, prog="plan.py")
-    flags, rest = tyro.cli(Flags, args=rest, prog="plan.py", return_unknown_args=True, add_help=False)
-    from lf.launch import parse
-    from lf.plan.estimate import plan
-    from lf.plan.text import as_json, render
-    from lf.train.planning import job_of
-
+    own = [arg for arg in argv if arg not in helps]
+    flags, rest = tyro.cli(Flags, args=own, prog="plan.py", return_unknown_args=True, add_help=False)
     try:
         _, _, run = parse(["--cfg", flags.cfg, *rest, *helps], prog="plan.py")
-        made = plan(job_of(run, flags.world, length=flags.length, cpu=flags.cpu))
-        memory = flags.memory * GIB
-        say(json.dumps(as_json(made, memory), indent=2) if flags.json else render(made, memory))
+        job, memory = job_of(run, flags.world, length=flags.length, cpu=flags.cpu), flags.memory * GIB
+        made, fastest = plan(job), search(job, flags.devices, memory) if flags.search else ()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    say(json.dumps(as_json(made, memory, fastest), indent=2) if flags.json else render(made, memory, fastest))
     return 0
 
 

@@ -24,6 +24,7 @@ from lf.parallel.groups import place
 from lf.plan.estimate import Job, Traffic, plan, stage_memory, worst
 from lf.plan.near import changes, nearest, peak
 from lf.plan.pipeline import idle, in_flight, makespan, order
+from lf.plan.speed import Devices, search, step_seconds
 from lf.plan.text import as_json, render
 from lf.train.planning import job_of, state_bytes
 from tests.cases import DENSE, run_of
@@ -222,6 +223,40 @@ def test_a_run_that_cannot_be_planned_is_refused() -> None:
         plan(attrs.evolve(SMALL, parallel=P(tp=4)))
 
 
+def test_a_step_of_one_rank_takes_as_long_as_its_operations() -> None:
+    job = attrs.evolve(SMALL, world=1)
+    (stage,) = plan(job).stages
+    devices = Devices(tflops=1e-6)
+    assert step_seconds(job, (stage,), devices) == pytest.approx(plan(job).flops / 1e6, rel=0.01)
+
+
+def test_slower_links_and_waiting_stages_cost_time() -> None:
+    job = attrs.evolve(SMALL, parallel=P(tp=2, pp=2), world=8)
+    stages = plan(job).stages
+    fast, slow = (step_seconds(job, stages, Devices(fast=rate, latency=0.0)) for rate in (100.0, 1.0))
+    assert fast < slow
+    free = Devices(tflops=1e-6, fast=1e12, slow=1e12, latency=0.0)
+    # Three stages' worth of passes for two micro-batches: (m + p - 1) / m.
+    passes = max(sum(stage.forward) + sum(stage.backward) for stage in stages) / 1e6
+    assert step_seconds(job, stages, free) == pytest.approx((plan(job).micro_batches + 1) * passes)
+
+
+def test_a_search_finds_layouts_that_fit_the_fastest_first() -> None:
+    most = worst(plan(SMALL))[1]
+    devices = Devices(node=2)
+    every = search(SMALL, devices, count=10_000)
+    found = search(SMALL, devices, 0.6 * most, count=10_000)
+    times = [each.seconds for each in every]
+    assert times == sorted(times)
+    assert any(each.parallel == SMALL.parallel for each in every)
+    assert [each for each in every if each.peak <= 0.6 * most] == list(found)
+    for each in found[:20]:
+        job = attrs.evolve(SMALL, parallel=each.parallel)
+        assert peak(job) == each.peak
+        assert step_seconds(job, plan(job).stages, devices) == pytest.approx(each.seconds)
+        assert each.parallel.tp <= 2
+
+
 CONFIG = """
 import lf
 from lf.models.llm.qwen import qwen3_tiny
@@ -249,6 +284,8 @@ def test_the_script_plans_the_config_with_its_flags(tmp_path: Path, capsys: pyte
     assert made == json.loads(json.dumps(as_json(plan(job), GIB)))
     assert script(*cfg, "--world", "3", "--parallel.tp", "2") == 2
     assert "does not divide the world of 3 ranks" in capsys.readouterr().err
+    assert script(*cfg, "--world", "2", "--search", "--devices.node", "2") == 0
+    assert "fastest layouts first" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         script("--help")
     assert "--memory" in capsys.readouterr().out

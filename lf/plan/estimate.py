@@ -168,7 +168,7 @@ def plan(job: Job) -> Plan:
     """Returns the plan of a job; raises ValueError with the cure where its layout cannot be."""
     layout = layout_of(job)
     micro = micro_batches(job, layout)
-    stages = tuple(_stage(job, attrs.evolve(layout, pp_rank=rank), micro) for rank in range(layout.pp))
+    stages = tuple(stage_of(job, attrs.evolve(layout, pp_rank=rank), micro) for rank in range(layout.pp))
     alone = blocks(job.model, Layout(), load_of(job, "none"))
     return Plan(
         job=job,
@@ -191,8 +191,9 @@ def _flights(job: Job, layout: Layout) -> frozenset[tuple[int, ...]]:
     return in_flight(layout.pp_rank, layout.pp, layout.vpp, micro_batches(job, layout))
 
 
-def _stage(job: Job, layout: Layout, micro: int) -> Stage:
-    by_choice = {choice: blocks(job.model, layout, load_of(job, choice)) for choice in CHOICES}
+def stage_of(job: Job, layout: Layout, micro: int, choices: Sequence[Choice] = CHOICES) -> Stage:
+    """Returns the stage `layout.pp_rank`, its memory by some choices of recompute, the job's own among them."""
+    by_choice = {choice: blocks(job.model, layout, load_of(job, choice)) for choice in choices}
     mine = by_choice[job.parallel.recompute]
     held, flights = _chunk_buffers(job, layout, mine), _flights(job, layout)
     ranks = job.world // layout.pp

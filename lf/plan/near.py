@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -62,31 +62,34 @@ def changes(old: MegatronParallel, new: MegatronParallel) -> tuple[tuple[str, ob
 def candidates(job: Job) -> Iterator[MegatronParallel]:
     """Yields the other layouts of the job's ranks that the rules allow, by distance."""
     old = job.parallel
-    powers = [2**i for i in range(job.world.bit_length()) if job.world % 2**i == 0]
-    stages = [n for n in range(1, min(job.world, _layers(job)) + 1) if job.world % n == 0]
     rows = sorted({old.micro_batch, *(2**i for i in range(old.micro_batch.bit_length()) if 2**i < old.micro_batch)})
-    grid = itertools.product(
+    made = [(_distance(old, new), at, new) for at, new in enumerate(grid(job, sorted({1, old.vpp}), rows))]
+    for _, _, parallel in sorted(made):
+        if parallel != old and allowed(attrs.evolve(job, parallel=parallel)):
+            yield parallel
+
+
+def grid(job: Job, chunks: Sequence[int], rows: Sequence[int]) -> Iterator[MegatronParallel]:
+    """Yields layouts whose degrees divide the ranks: powers of two, and any number of stages."""
+    old = job.parallel
+    powers = [2**i for i in range(job.world.bit_length()) if job.world % 2**i == 0]
+    layers, experts = _sizes(job)
+    values = itertools.product(
         [n for n in powers if n <= 64],
-        stages,
-        sorted({1, old.vpp}),
+        [n for n in range(1, min(job.world, layers) + 1) if job.world % n == 0],
+        chunks,
         [n for n in powers if n <= 64],
-        [n for n in powers if n <= 256] if old.ep * old.etp > 1 or _experts(job) else [1],
+        [n for n in powers if n <= 256] if experts else [1],
         sorted({1, old.etp}),
         rows,
         CHOICES,
     )
-    made: list[tuple[float, int, MegatronParallel]] = []
-    for values in grid:
-        new = dict(zip(KNOBS, values, strict=True))
-        if new["vpp"] > 1 and new["pp"] == 1:
+    for each in values:
+        new = dict(zip(KNOBS, each, strict=True))
+        if job.world % (new["tp"] * new["pp"] * new["cp"]) or (new["vpp"] > 1 and new["pp"] == 1):
             continue
         same = new["pp"] == old.pp and new["vpp"] == old.vpp
-        parallel = attrs.evolve(old, **new, sp=old.sp or new["tp"] > old.tp, stages=old.stages if same else ())
-        if parallel != old and job.world % (parallel.tp * parallel.pp * parallel.cp) == 0:
-            made.append((_distance(old, parallel), len(made), parallel))
-    for _, _, parallel in sorted(made):
-        if _allowed(attrs.evolve(job, parallel=parallel)):
-            yield parallel
+        yield attrs.evolve(old, **new, sp=old.sp or new["tp"] > old.tp, stages=old.stages if same else ())
 
 
 def _distance(old: MegatronParallel, new: MegatronParallel) -> float:
@@ -97,7 +100,8 @@ def _distance(old: MegatronParallel, new: MegatronParallel) -> float:
     return doubled + 0.75 * rows + 0.75 * chunks + 0.5 * again + (new.sp != old.sp) + 2 * (new.stages != old.stages)
 
 
-def _allowed(job: Job) -> bool:
+def allowed(job: Job) -> bool:
+    """Returns whether the rules allow a job's layout, and every data parallel rank has rows of its own."""
     try:
         layout = layout_of(job)
     except ValueError:
@@ -105,11 +109,10 @@ def _allowed(job: Job) -> bool:
     return micro_batches(job, layout) * layout.dp * job.parallel.micro_batch <= job.batch
 
 
-def _layers(job: Job) -> int:
-    whole = layout_of(attrs.evolve(job, parallel=MegatronParallel(), world=1))
-    return len({layer for block in blocks(job.model, whole, load_of(job, "none")) for layer in block.layers})
-
-
-def _experts(job: Job) -> bool:
-    whole = layout_of(attrs.evolve(job, parallel=MegatronParallel(), world=1))
-    return any(weight.expert for block in blocks(job.model, whole, load_of(job, "none")) for weight in block.weights)
+def _sizes(job: Job) -> tuple[int, bool]:
+    """Returns the layers of the model, those of further heads not counted, and whether it has experts."""
+    alone = attrs.evolve(job, parallel=MegatronParallel(), world=1)
+    found = blocks(job.model, layout_of(alone), load_of(alone, "none"))
+    layers = {layer for block in found for layer in block.layers}
+    heads = {layer for block in found if block.name == "further head" for layer in block.layers}
+    return len(layers - heads), any(weight.expert for block in found for weight in block.weights)

@@ -7,13 +7,14 @@ import attrs
 
 from lf.plan.estimate import CHOICES, Plan, modules, worst
 from lf.plan.near import Option, nearest
+from lf.plan.speed import Timed
 
 GIB = 2**30
 PIECES = 8
 """Pieces that are shown."""
 
 
-def as_json(plan: Plan, memory: float = 0.0) -> dict[str, Any]:
+def as_json(plan: Plan, memory: float = 0.0, fastest: Sequence[Timed] = ()) -> dict[str, Any]:
     """Returns the plan as numbers, texts, lists and dicts, sizes in bytes; with `memory`, what fits in it."""
     made = attrs.asdict(plan, filter=lambda field, _: field.name != "job")
     for stage, values in zip(plan.stages, made["stages"], strict=True):
@@ -25,13 +26,16 @@ def as_json(plan: Plan, memory: float = 0.0) -> dict[str, Any]:
         made["memory"], made["fits"] = memory, worst(plan)[1] <= memory
         near = () if made["fits"] else nearest(plan.job, memory)
         made["nearest"] = [{"changes": dict(each.changes), "peak": each.peak} for each in near]
+    if fastest:
+        made["fastest"] = [{"changes": dict(t.changes), "seconds": t.seconds, "peak": t.peak} for t in fastest]
     return made
 
 
-def render(plan: Plan, memory: float = 0.0) -> str:
+def render(plan: Plan, memory: float = 0.0, fastest: Sequence[Timed] = ()) -> str:
     """Returns the plan as text; with `memory`, also what does not fit in so many bytes, and the nearest that would."""
     parts = [_head(plan), _stages(plan), _pieces(plan), _traffic(plan)]
-    return "\n\n".join([*parts, *([_fit(plan, memory)] if memory else [])])
+    parts += [_fit(plan, memory)] if memory else []
+    return "\n\n".join([*parts, *([_fastest(fastest)] if fastest else [])])
 
 
 def _head(plan: Plan) -> str:
@@ -102,7 +106,13 @@ def _fit(plan: Plan, memory: float) -> str:
     return "\n".join(lines)
 
 
-def _flags(option: Option) -> str:
+def _fastest(fastest: Sequence[Timed]) -> str:
+    rows = [["seconds", "GiB", "flags"]]
+    rows += [[f"{each.seconds:.3g}", gib(each.peak), _flags(each) or "(as it is)"] for each in fastest]
+    return "estimated seconds of a step, fastest layouts first\n" + table(rows)
+
+
+def _flags(option: Option | Timed) -> str:
     return " ".join(f"--parallel.{name.replace('_', '-')} {_value(value)}" for name, value in option.changes)
 
 
