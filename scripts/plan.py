@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         _, _, run = parse(["--cfg", flags.cfg, *rest, *helps], prog="plan.py")
         job, memory = job_of(run, flags.world, length=flags.length, cpu=flags.cpu), flags.memory * GIB
         made, fastest = plan(job), search(job, flags.devices, memory) if flags.search else ()
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     say(json.dumps(as_json(made, memory, fastest), indent=2) if flags.json else render(made, memory, fastest))

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 import lf
 from lf.models import spec
@@ -132,6 +134,46 @@ def counted(run: lf.Run, length: int, documents: int, micro: int) -> dict[str, A
         "activations": kept(),
         "traffic": {key: tuple(value) for key, value in calls.found.items()},
     }
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the storages that a block makes and has alive at once, most of all times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = WeakIdKeyDictionary()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _each_storage((args, kwargs)):
+            self.known.setdefault(storage, None)
+        out = func(*args, **(kwargs or {}))
+        for storage in _each_storage(out):
+            if storage not in self.known:
+                self.known[storage] = None
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        return out
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def _each_storage(tree: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def most_alive(run: lf.Run, length: int, micro: int) -> int:
+    """Returns the most bytes that a step makes and has alive at once; weights, gradients and state do not count."""
+    engine, _ = megatron(run)
+    assert run.model is not None
+    batches = [spec.fake_batch(run.model, run.parallel.micro_batch, length, at) for at in range(micro)]
+    # The first step makes the optimiser's state.
+    engine.step(engine.state, batches)
+    with Live() as live:
+        engine.step(engine.state, batches)
+    return live.most
 
 
 def _inside(at: int, held: dict[int, int]) -> bool:

@@ -19,9 +19,10 @@ from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import parameters
 from lf.models.llm import deepseek, llama, minimax, qwen, qwen_moe
 from lf.models.spec import Layout, Load
+from lf.models.toy import Toy
 from lf.parallel.config import MegatronParallel, resolve
 from lf.parallel.groups import place
-from lf.plan.estimate import Job, Traffic, plan, stage_memory, worst
+from lf.plan.estimate import Job, Traffic, layout_of, load_of, plan, stage_memory, worst
 from lf.plan.near import changes, nearest, peak
 from lf.plan.pipeline import idle, in_flight, makespan, order
 from lf.plan.speed import Devices, search, step_seconds
@@ -185,6 +186,43 @@ def test_thousands_of_ranks_are_planned_in_seconds() -> None:
     assert "would fit: --parallel.cp 2" in text
 
 
+degrees = st.sampled_from([1, 2, 4])
+
+
+@given(
+    model=st.sampled_from(["dense", *(name for name in SPARSE if name.endswith("_tiny"))]),
+    parallel=st.builds(
+        P, tp=degrees, pp=degrees, vpp=st.sampled_from([1, 2]), cp=degrees, ep=degrees, etp=st.sampled_from([1, 2]),
+        recompute=st.sampled_from(["none", "selective", "full"]), micro_batch=degrees,
+        cp_kind=st.sampled_from(["gather", "ulysses"]), sp=st.booleans(),
+    ),
+    world=st.sampled_from([1, 2, 4, 8, 16]),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_what_the_rules_accept_is_planned_whole(model: str, parallel: MegatronParallel, world: int) -> None:
+    cfg = SMALL.model if model == "dense" else attrs.evolve(SPARSE[model], layers=8)
+    job = attrs.evolve(SMALL, model=cfg, parallel=parallel, world=world)
+    try:
+        layout = layout_of(job)
+    except ValueError:
+        return
+    made = plan(job)
+    assert 0.0 <= made.bubble < 1.0
+    held = []
+    for rank, stage in enumerate(made.stages):
+        found = spec.blocks(cfg, attrs.evolve(layout, pp_rank=rank), load_of(job, "none"))
+        held += [layer for block in found if block.name == "attention" for layer in block.layers]
+        memory = stage.memory[parallel.recompute]
+        # The pieces are what the peak is made of.
+        assert memory.peak >= sum(size for _, size in stage.pieces) * 0.9
+        assert all(each.size > 0 and each.calls > 0 and each.ranks > 1 for each in stage.traffic)
+        once = sum(w.size * b.count for b in found for w in b.weights if not w.frozen)
+        assert stage.elements == once
+    heads = cfg.mtp.depth if cfg.mtp else 0
+    assert sorted(held) == list(range(cfg.layers + heads))
+    assert made.parameters <= sum(stage.elements * stage.ranks for stage in made.stages)
+
+
 def test_more_recomputation_keeps_less() -> None:
     layout = resolve(LARGE.parallel, LARGE.world)
     kept = [stage_memory(LARGE, layout, choice).activations for choice in ("none", "selective", "full")]
@@ -217,6 +255,8 @@ def test_a_run_that_cannot_be_planned_is_refused() -> None:
         job_of(run_of(DENSE, parallel=lf.TorchParallel()), 1)
     with pytest.raises(ValueError, match=r"nothing to plan; set model, or init"):
         job_of(attrs.evolve(run_of(DENSE), model=None), 1)
+    with pytest.raises(ValueError, match=r"Toy does not train there, so it has no plan"):
+        job_of(run_of(Toy()), 1)
     with pytest.raises(ValueError, match=r"lf.data.config.DataConfig does not say how long a row is; give --length"):
         job_of(run_of(DENSE, data=DataConfig()), 1)
     with pytest.raises(ValueError, match=r"parallel.tp = 4 does not divide model.attention.kv_heads = 2"):

@@ -9,11 +9,13 @@ import lf
 from lf.models.decoder import Attention, DecoderConfig, Experts, Mla, Mtp
 from lf.plan.estimate import Job, plan
 from tests.cases import DENSE, run_of
-from tests.counting import counted
+from tests.counting import counted, most_alive
 from tests.workers import Workers
 
 NEAR = 0.1
 """Largest difference of an estimate, relative to what was counted."""
+NEAR_PEAK = 0.15
+"""The same for a peak, which adds what lives for moments only."""
 LENGTH = 64
 
 P = lf.MegatronParallel
@@ -144,3 +146,17 @@ def test_a_plan_counts_bfloat16_and_its_main_weights(workers: Workers, parallel:
 
 def test_a_plan_counts_an_optimiser_without_state(workers: Workers) -> None:
     check(workers, 2, MODELS["untied"], P(), optim=lf.Sgd(), micro=1)
+
+
+@pytest.mark.parametrize("case", ["one", "one, full", "one, core", "tp2", "pp2", "cp2", "all", "experts, full"])
+def test_a_peak_is_what_a_step_has_alive(workers: Workers, case: str) -> None:
+    world, model, parallel = CASES[case]
+    cfg, length = attrs.evolve(MODELS[model], vocab=517), 4 * LENGTH
+    batch = 4 * parallel.micro_batch
+    packed = parallel.pp > 1 or parallel.cp > 1
+    job = Job(model=cfg, parallel=parallel, world=world, batch=batch, length=length, packed=packed, cpu=True)
+    alive = workers.run(world, most_alive, run_of(cfg, parallel=parallel), length, 4)
+    for stage in plan(job).stages:
+        memory = stage.memory[parallel.recompute]
+        found = max(alive[stage.first : stage.first + stage.ranks])
+        assert memory.activations + memory.working == pytest.approx(found, rel=NEAR_PEAK), stage.first

@@ -451,14 +451,15 @@ def gated_saved(tokens: int, width: int, size: int) -> tuple[tuple[str, int], ..
 def layer_working(rank: Rank, *, sparse: bool) -> int:
     """Returns the bytes that a layer holds while it runs backward, besides what the forward has kept.
 
-    The gradients inside the feed-forward part and the gathered input; and what is made again, one layer at a time.
+    The gradients inside the feed-forward part, less the input of the down projection, which is done by then, and those
+    of its input and output; and what is made again, one layer at a time.
     """
     cfg, layout, size = rank.cfg, rank.layout, rank.load.itemsize
     wide = gated_saved(rank.tokens, cfg.mlp.width // layout.tp, size)
     if sparse:
         wide = gated_saved(routed_tokens(rank), cfg.experts.width // layout.etp, size)
     again = kept_of_layer(rank, (), sparse=sparse) - kept_of_layer(rank, rank.load.recompute, sparse=sparse)
-    return sum(n for _, n in wide) + 2 * rank.whole + max(0, again)
+    return sum(n for _, n in wide[:2]) + 2 * rank.whole + max(0, again)
 
 
 def kept_of_layer(rank: Rank, recompute: tuple[str, ...], *, sparse: bool) -> int:

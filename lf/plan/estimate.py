@@ -58,7 +58,7 @@ class Memory:
     activations: int
     """What forwards have kept when most micro-batches are in flight, outputs that wait for a gradient included."""
     working: int
-    """What the largest part holds besides while it runs."""
+    """What the part that needs most holds besides while it runs, less what is given back by then."""
 
     @property
     def peak(self) -> int:
@@ -229,8 +229,21 @@ def _memory(job: Job, found: Sequence[Block], held: Sequence[Buffer], flights: I
         gradients=sum(buffer.padded * MAIN for buffer in held),
         optimizer=sum(_optimizer(job, buffer) for buffer in held),
         activations=sum(size for _, size in _kept(found, _worst(found, flights))),
-        working=max(block.working for block in found),
+        working=max(size for _, size in _working(found)),
     )
+
+
+def _working(found: Sequence[Block]) -> list[tuple[str, int]]:
+    """Returns the bytes that each block holds besides while it runs, less what the last parts of its chunk have freed.
+
+    The output layer's backward is done before that of the layers, and what it has kept is gone.
+    """
+    made = []
+    for at, block in enumerate(found):
+        later = [b for b in found[at + 1 :] if block.layers and b.chunk == block.chunk and not b.layers]
+        freed = sum(size for b in later for _, size in b.saved)
+        made.append((block.name, max(0, block.working - freed)))
+    return made
 
 
 def _frozen(job: Job, found: Sequence[Block]) -> int:
@@ -277,8 +290,8 @@ def _pieces(
             each = weight.size * ((weight.itemsize or job.itemsize) + MAIN)
             sizes[name] = sizes.get(name, 0) + each * block.count
     sizes["main weights and state of the optimiser"] = sum(_optimizer(job, buffer) for buffer in held)
-    largest = max(found, key=lambda block: block.working)
-    sizes[f"{largest.name}: working memory"] = largest.working
+    largest, size = max(_working(found), key=lambda pair: pair[1])
+    sizes[f"{largest}: working memory"] = size
     return tuple(sorted(((n, s) for n, s in sizes.items() if s), key=lambda pair: -pair[1]))
 
 
