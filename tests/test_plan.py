@@ -17,7 +17,7 @@ from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import parameters
-from lf.models.llm import deepseek, llama, minimax, qwen, qwen_moe
+from lf.models.llm import deepseek, llama, qwen
 from lf.models.spec import Layout, Load
 from lf.models.toy import Toy
 from lf.parallel.config import MegatronParallel, resolve
@@ -30,6 +30,8 @@ from lf.plan.text import as_json, render
 from lf.train.planning import job_of, state_bytes
 from tests.cases import DENSE, run_of
 from tests.test_families import PRESETS, PUBLISHED
+from tests.test_sparse_families import PRESETS as SPARSE
+from tests.test_sparse_families import PUBLISHED as SPARSE_PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -37,14 +39,6 @@ P = MegatronParallel
 LARGE = Job(model=llama.llama3_1_405b, parallel=P(tp=8, pp=16), world=4096, batch=2048, length=8192, itemsize=2)
 SMALL = Job(model=attrs.evolve(DENSE, layers=8), parallel=P(), world=4, batch=16, length=64)
 PLAIN = Load(rows=1, length=64)
-
-
-SPARSE = {
-    name: value
-    for module in (deepseek, qwen_moe, minimax)
-    for name, value in vars(module).items()
-    if isinstance(value, DecoderConfig)
-}
 
 
 def total(cfg: DecoderConfig) -> int:
@@ -56,9 +50,12 @@ def total(cfg: DecoderConfig) -> int:
     )
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *SPARSE_PUBLISHED])
 def test_parameters_are_those_that_were_published(name: str) -> None:
-    assert total(PRESETS[name]) == PUBLISHED[name]
+    if name in PUBLISHED:
+        assert total(PRESETS[name]) == PUBLISHED[name]
+    else:
+        assert total(attrs.evolve(SPARSE[name], mtp=None)) == SPARSE_PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", SPARSE)
