@@ -1,7 +1,7 @@
 """What each part of a decoder holds, keeps, computes and sends on one rank, from its config alone."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -148,30 +148,43 @@ def further_heads(rank: Rank) -> list[Block]:
     cfg, again = rank.cfg, rank.again()
     found: list[Block] = []
     for head in range(mtp_depth(cfg)):
-        layer = cfg.layers + head
-        copied = rank.wide != rank.load.itemsize
-        norms = rank.shared * (cfg.hidden * rank.wide * (2 if copied or head else 1) + 2 * STATISTIC)
-        joined = (("embedding and states", norms), ("joined states", 2 * rank.hidden))
-        saved = (("joined embedding", rank.hidden),) if again else joined
+        place = f"mtp.layers.{head}."
+        # In full precision the first head's norm keeps the very states that the output layer keeps.
+        norms = cfg.hidden * rank.wide * (2 if head or rank.wide != rank.load.itemsize else 1) + 2 * STATISTIC
+        joined = (("embedding and states", rank.shared * norms), ("joined states", 2 * rank.hidden))
         last = norm_saved(rank, "head norm", again=False)
         linear = 2.0 * rank.shared * 2 * cfg.hidden * cfg.hidden
         start = Block(
-            name="further head",
-            layers=(layer,),
+            name=f"further head {head + 1}",
             weights=(
-                *(norm(rank, f"{name}.weight") for name in ("enorm", "hnorm", "final_layernorm")),
-                Weight(name="eh_proj.weight", size=2 * cfg.hidden * cfg.hidden, summed=rank.layout.sp),
+                *(norm(rank, f"{place}{name}.weight") for name in ("enorm", "hnorm", "final_layernorm")),
+                Weight(name=f"{place}eh_proj.weight", size=2 * cfg.hidden * cfg.hidden, summed=rank.layout.sp),
             ),
-            saved=(("token ids", ids(rank)), *saved, *(last[1:] if again else last)),
+            saved=(
+                ("token ids", ids(rank)),
+                *((("joined embedding", rank.hidden), last[1]) if again else (*joined, *last)),
+            ),
             forward=linear,
             again=linear if again else 0.0,
             messages=embedding_messages(rank),
         )
-        layers = layer_blocks(rank, (layer,), prefix="transformer_layer.")
-        if again:
-            layers = [attrs.evolve(block, saved=()) for block in layers]
-        found += [with_loss(rank, start), *layers]
+        layers = layer_blocks(rank, (cfg.layers + head,), prefix=f"{place}transformer_layer.")
+        found.append(with_loss(rank, joined_blocks(start, layers, saved=not again)))
     return found
+
+
+def joined_blocks(start: Block, others: Sequence[Block], *, saved: bool) -> Block:
+    """Returns one block that is all of some; what the others keep counts where `saved` says so."""
+    kept = tuple((f"{block.name}: {name}", size) for block in others for name, size in block.saved)
+    return attrs.evolve(
+        start,
+        weights=(*start.weights, *(weight for block in others for weight in block.weights)),
+        saved=(*start.saved, *(kept if saved else ())),
+        working=max(block.working for block in (start, *others)),
+        forward=sum(block.forward for block in (start, *others)),
+        again=sum(block.again for block in (start, *others)),
+        messages=(*start.messages, *(message for block in others for message in block.messages)),
+    )
 
 
 def hand_over(rank: Rank, first: bool, last: bool) -> tuple[Block, ...]:

@@ -258,7 +258,12 @@ def _optimizer(job: Job, buffer: Buffer) -> int:
 
 def _worst(found: Sequence[Block], flights: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the micro-batches in flight of each chunk when they hold most."""
-    return max(sorted(flights), key=lambda held: sum(size for _, size in _kept(found, held)))
+    chunks = 1 + max(block.chunk for block in found)
+    # One micro-batch of each chunk alone.
+    alone = [
+        sum(size for _, size in _kept(found, [int(at == chunk) for at in range(chunks)])) for chunk in range(chunks)
+    ]
+    return max(sorted(flights), key=lambda held: sum(n * size for n, size in zip(held, alone, strict=True)))
 
 
 def _kept(found: Sequence[Block], held: Sequence[int]) -> list[tuple[str, int]]:

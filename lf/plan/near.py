@@ -110,9 +110,8 @@ def allowed(job: Job) -> bool:
 
 
 def _sizes(job: Job) -> tuple[int, bool]:
-    """Returns the layers of the model, those of further heads not counted, and whether it has experts."""
+    """Returns the layers of the model, and whether it has experts."""
     alone = attrs.evolve(job, parallel=MegatronParallel(), world=1)
     found = blocks(job.model, layout_of(alone), load_of(alone, "none"))
     layers = {layer for block in found for layer in block.layers}
-    heads = {layer for block in found if block.name == "further head" for layer in block.layers}
-    return len(layers - heads), any(weight.expert for block in found for weight in block.weights)
+    return len(layers), any(weight.expert for block in found for weight in block.weights)

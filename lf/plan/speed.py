@@ -12,7 +12,7 @@ from lf.parallel.config import MegatronParallel
 from lf.plan.estimate import Job, Stage, layout_of, micro_batches, stage_of
 from lf.plan.near import allowed, changes, grid
 
-CHUNKS, ROWS = (1, 2, 4), (1, 2, 4, 8)
+CHUNKS, ROWS = (1, 2), (1, 2, 4)
 """Chunks of a stage and rows of a micro-batch that a search tries, besides the run's own."""
 
 
