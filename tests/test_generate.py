@@ -30,6 +30,7 @@ from lf.train.start import local_context as context
 from lf.train.state import initial_value
 from scripts.generate import main
 from tests.cases import DENSE
+from tests.moe_cases import MODELS as SPARSE
 from tests.test_convert import write_tokenizer
 from tests.test_train import go, small_run
 from tests.workers import Workers
@@ -58,7 +59,9 @@ def continued(cfg: DecoderConfig, model: nn.Module, prompt: Sequence[int] = PROM
     return list(generate(cfg, model, prompt, Sampling(**how), eos=eos, device="cpu"))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama31", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama31", "qwen2", "qwen3", "qwen2_moe", "deepseek_v2", "deepseek_v3", "minimax_m2"]
+)
 def test_greedy_is_that_of_transformers(one_process: None, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -93,6 +96,7 @@ MODELS = {
     "dynamic rope": attrs.evolve(DENSE, rope=Rope(scaling=DynamicScaling(factor=4.0, original=8)), max_length=8 * 8),
     "yarn": attrs.evolve(DENSE, rope=Rope(scaling=YarnScaling(factor=4.0, original=8))),
     "padded vocabulary": attrs.evolve(DENSE, vocab_multiple=64),
+    "experts, latent attention": attrs.evolve(SPARSE["all"], layers=2),
 }
 
 

@@ -1,4 +1,7 @@
-"""The decoder families against transformers: recorded golden folders, and models of many shapes made here."""
+"""The decoder families against transformers: recorded golden folders, and models of many shapes made here.
+
+Families with a recording of their own layout have their parity in their own tests; the script takes both kinds.
+"""
 
 import json
 import os
@@ -19,6 +22,7 @@ from tests.workers import Workers
 ROOT = Path(__file__).parents[1]
 GOLDEN = sorted((Path(__file__).parent / "golden/hf").iterdir())
 LLAMA = Path(__file__).parent / "golden/hf/llama"
+ROBOT = Path(__file__).parent / "golden/pi05"
 
 
 def parity_of(folder: Path) -> dict[str, Any]:
@@ -37,6 +41,51 @@ def test_golden_folders(workers: Workers, folder: Path) -> None:
     assert line["ok"], line
     assert set(line["outputs"]) == {name for name in recorded if name.endswith(("logits", "loss"))}
     assert {f"grad.{name}" for name in line["grads"]} == {name for name in recorded if name.startswith("grad.")}
+
+
+def parity_in(folder: Path, parallel: lf.MegatronParallel) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from lf.parallel.config import resolve
+    from lf.parallel.megatron import make_context
+    from lf.train.parity import to_json
+    from lf.train.parity_layout import compare_layout
+
+    ctx = make_context(parallel, resolve(parallel, dist.get_world_size()), cpu, torch.float32)
+    return to_json(compare_layout(folder, parallel, ctx))
+
+
+SPREAD = {
+    "tp2": lf.MegatronParallel(tp=2),
+    "pp2": lf.MegatronParallel(pp=2),
+    "ep2": lf.MegatronParallel(ep=2),
+    "tp2 ep2": lf.MegatronParallel(tp=2, ep=2),
+}
+SPARSE = ("deepseek_v2", "deepseek_v3", "deepseek_v3_mtp", "minimax_m2", "qwen2_moe", "qwen3_moe")
+SHOWN = {
+    ("deepseek_v2", "ep2"),
+    ("deepseek_v3", "tp2 ep2"),
+    ("deepseek_v3_mtp", "pp2"),
+    ("minimax_m2", "tp2"),
+    ("qwen2_moe", "tp2"),
+    ("qwen3_moe", "ep2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) in SHOWN else pytest.mark.full)
+        for name in SPARSE
+        for layout in SPREAD
+    ],
+)
+def test_golden_folders_that_ranks_share(workers: Workers, name: str, layout: str) -> None:
+    folder = Path(__file__).parent / "golden/hf" / name
+    first, second = workers.run(2, parity_in, folder, SPREAD[layout])
+    assert first["ok"], first
+    assert first == second
+    assert all(value is not None for value in (*first["outputs"].values(), *first["grads"].values()))
 
 
 @pytest.mark.parametrize("damage", ["logits", "loss", "grad.model.norm.weight", "grad.unknown.weight"])
@@ -136,6 +185,27 @@ def test_models_of_many_shapes_equal_transformers(workers: Workers, tmp_path: Pa
     assert line["ok"], line
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["--tp 2", "--pp 2", "--ep 2"])
+def test_the_script_starts_the_ranks_that_a_layout_takes(tmp_path: Path, flags: str) -> None:
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "gpt_neverheard"}')
+    golden = LLAMA.parent / "deepseek_v3_mtp" if flags != "--ep 2" else LLAMA.parent / "qwen3_moe"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/parity.py"), "--device", "cpu", *flags.split()]
+    done = subprocess.run(
+        [*command, str(golden), str(unknown)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2, done.stderr
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    assert first["ok"]
+    assert "gpt_neverheard" in second["error"]
+
+
 def test_the_script_prints_a_line_a_folder_and_its_exit_code_says_how_it_went(tmp_path: Path) -> None:
     unknown = tmp_path / "unknown"
     shutil.copytree(LLAMA, unknown)
@@ -145,7 +215,7 @@ def test_the_script_prints_a_line_a_folder_and_its_exit_code_says_how_it_went(tm
     shutil.copytree(LLAMA, off)
     recorded = load_file(off / "io.safetensors")
     save_file({**recorded, "loss": recorded["loss"] + 1}, off / "io.safetensors")
-    for folders, expected in (([GOLDEN[0]], 0), ([off, GOLDEN[1]], 1), ([unknown, GOLDEN[0]], 2)):
+    for folders, expected in (([GOLDEN[0], ROBOT], 0), ([off, GOLDEN[1]], 1), ([unknown, GOLDEN[0]], 2)):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", str(ROOT / "scripts/parity.py"), "--device", "cpu", *map(str, folders)],
             capture_output=True,
@@ -156,5 +226,5 @@ def test_the_script_prints_a_line_a_folder_and_its_exit_code_says_how_it_went(tm
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         assert done.returncode == expected, done.stderr
         assert [line["folder"] for line in lines] == [str(folder) for folder in folders]
-        assert [line["ok"] for line in lines] == [folder in GOLDEN for folder in folders]
+        assert [line["ok"] for line in lines] == [folder in (*GOLDEN, ROBOT) for folder in folders]
     assert "gpt_neverheard" in lines[0]["error"]

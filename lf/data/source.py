@@ -16,6 +16,7 @@ from lf.data.config import DataConfig, Mixture, TextData
 from lf.data.files import find_files
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.text import TextRows, open_text, read_texts, text_key
+from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
 
 Row = dict[str, Any]
@@ -68,13 +69,13 @@ class Texts:
 @functools.singledispatch
 def open_data(cfg: DataConfig, ctx: DataCtx) -> Rows:
     """Returns the rows of a source; raises ValueError with file and line where its content is no good."""
-    raise _no_rule("open_data", cfg)
+    raise no_rule(open_data, cfg)
 
 
 @functools.singledispatch
 def texts(cfg: DataConfig, ctx: DataCtx) -> Texts:
     """Returns the texts of a source, which a tokenizer may be trained on."""
-    raise _no_rule("texts", cfg)
+    raise no_rule(texts, cfg)
 
 
 def locate(rows: Sized, k: int) -> tuple[int, int]:
@@ -152,10 +153,3 @@ def _(cfg: Mixture, ctx: DataCtx) -> Texts:
 
 def _part_ctx(ctx: DataCtx, at: int) -> DataCtx:
     return attrs.evolve(ctx, seed=hash_keys(ctx.seed, at), path=f"{ctx.path}.parts[{at}].data")
-
-
-def _no_rule(question: str, cfg: object) -> NotImplementedError:
-    name = f"{type(cfg).__module__}.{type(cfg).__qualname__}"
-    return NotImplementedError(
-        f"{question} has no rule for {name}; add one with @{question}.register in the file that defines it"
-    )

@@ -159,7 +159,7 @@ def _(cfg: DecoderConfig) -> dict[str, float]:
 
 @spec.collate.register
 def _(cfg: DecoderConfig, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
-    return spec.text_batch(rows, like)
+    return spec.text_batch(rows, like, cfg.vocab)
 
 
 @spec.fake_batch.register
