@@ -11,7 +11,7 @@ from lf.launch import parse
 from lf.plan.estimate import plan
 from lf.plan.speed import Devices, search
 from lf.plan.text import GIB, as_json, render
-from lf.terminal import say, tolerant
+from lf.terminal import say, prepare
 from lf.train.planning import job_of
 
 
@@ -56,5 +56,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    tolerant()
+    prepare()
     sys.exit(main(sys.argv[1:]))
