@@ -68,7 +68,8 @@ class Normalise:
     delta: tuple[bool, ...] = ()
     """Which dims of the actions become differences to the state of the row's frame; empty for none."""
     file: str = ""
-    """JSON file of normalisers to use as they are (a checkpoint's, say); empty computes them from the data."""
+    """JSON file of normalisers (a checkpoint's, say) that are used as they are, whatever the fields above say of kinds;
+    empty computes them from the data."""
 
 
 @attrs.frozen(kw_only=True)

@@ -4,6 +4,7 @@ The layouts are those of github.com/huggingface/lerobot: 0.3.3 wrote v2.1 (a fil
 v3.0 (files that several episodes share).
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,7 +138,7 @@ def read_meta(root: Path) -> Meta:
     if len({index for index, _ in tasks}) != len(tasks):
         raise ValueError(f"{root / 'meta'}: two tasks have one task_index; give each its own")
     episodes = sorted(read_episodes(root, info, features), key=lambda episode: episode.index)
-    twice = {a.index for a, b in zip(episodes, episodes[1:], strict=False) if a.index == b.index}
+    twice = {a.index for a, b in itertools.pairwise(episodes) if a.index == b.index}
     if twice:
         raise ValueError(f"{root / 'meta'}: episodes {sorted(twice)} are listed twice; keep one line of each")
     return Meta(
@@ -251,14 +252,20 @@ def _get(row: Mapping[str, Any], key: str, file: Path) -> Any:
 
 
 def place(template: Any, file: Path, **fields: Any) -> str:
-    """Returns the path, below the dataset, that a template of info.json gives. Raises ValueError if it leads outside."""
+    """Returns the path, below the dataset, that a template of info.json gives; raises ValueError if it leads out."""
     try:
-        path = PurePosixPath(str(template).format(**fields))
+        path = str(template).format(**fields)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: the path template {template!r} is malformed ({error!r}); mend it") from error
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ValueError(f"{file}: the path template {template!r} leads to {path}, outside the dataset; mend it")
-    return str(path)
+    return inside(path, f"{file}: the path template {template!r}")
+
+
+def inside(path: str, where: str) -> str:
+    """Returns a path below the dataset; raises ValueError with `where` for one that leads outside it."""
+    parts = PurePosixPath(path)
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+        raise ValueError(f"{where} leads to {path!r}, outside the dataset; mend it")
+    return str(parts)
 
 
 def _templates(root: Path, info: Mapping[str, Any]) -> tuple[Path, str, str]:
@@ -348,9 +355,8 @@ def episode_stats(meta: Meta) -> dict[int, Recorded]:
 def recorded_stats(meta: Meta, episodes: Sequence[int] | None = None) -> Recorded:
     """Returns the statistics that the dataset records, merged over `episodes` in v2.1 (None: all).
 
-    v3.0 records those of the whole dataset, as they are. `std` and the quantiles may be wrong there: its writers average
-    the quantiles of episodes, and some squared pixels in 8 bits. lf trains on statistics of its own. Raises ValueError
-    where there are none.
+    v3.0 records those of the whole dataset. Its `std` and quantiles may be wrong: writers average the quantiles of
+    episodes, and some squared pixels in 8 bits. lf trains on statistics of its own. Raises ValueError without any.
     """
     if meta.version == V30:
         return _arrays(read_json(meta.root / "meta" / "stats.json"))
@@ -387,5 +393,6 @@ def merge_recorded(parts: Sequence[Recorded]) -> Recorded:
 
 def _arrays(stats: Mapping[str, Mapping[str, Any]]) -> Recorded:
     return {
-        key: {name: np.asarray(value) for name, value in one.items() if name in STATISTICS} for key, one in stats.items()
+        key: {name: np.asarray(value) for name, value in one.items() if name in STATISTICS}
+        for key, one in stats.items()
     }

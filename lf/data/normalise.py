@@ -301,8 +301,8 @@ def _base(actions: Floats, state: Floats | None, delta: Sequence[bool]) -> Float
     dims = 0 if state is None else state.shape[-1]
     if len(delta) != actions.shape[-1] or state is None or dims <= last:
         raise ValueError(
-            f"delta = {tuple(delta)} needs {len(delta)} dims of actions and at least {last + 1} of the state, and there "
-            f"are {actions.shape[-1]} and {dims}; say True for a dim of the actions only where the state has the same"
+            f"delta = {tuple(delta)} needs {len(delta)} dims of actions and at least {last + 1} of the state, and "
+            f"there are {actions.shape[-1]} and {dims}; say True only for dims that the state has, too"
         )
     base = np.zeros((*state.shape[:-1], 1, len(delta)), np.float32)
     on = np.flatnonzero(np.asarray(delta))
@@ -312,7 +312,9 @@ def _base(actions: Floats, state: Floats | None, delta: Sequence[bool]) -> Float
 
 def _pair(norm: Normaliser | None, values: Floats, where: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     if norm is None:
-        raise ValueError(f"there are no statistics of the {where}; take the normalisers that the model was trained with")
+        raise ValueError(
+            f"there are no statistics of the {where}; take the normalisers that the model was trained with"
+        )
     if values.shape[-1:] != (len(norm.shift),):
         raise ValueError(
             f"{where} of {values.shape[-1]} dims cannot be scaled by statistics of {len(norm.shift)}; "
@@ -341,7 +343,9 @@ def check_normalisers(norms: Normalisers, *, state: int, actions: int, where: st
         if dims and found != dims:
             raise ValueError(f"{where} has statistics of {found} dims of the {name}, and rows have {dims}")
     if norms.delta and len(norms.delta) != actions:
-        raise ValueError(f"{where}.delta has {len(norms.delta)} entries, and the actions {actions} dims; give one a dim")
+        raise ValueError(
+            f"{where}.delta has {len(norms.delta)} entries, and the actions {actions} dims; give one a dim"
+        )
 
 
 def fit(
@@ -354,13 +358,18 @@ def fit(
     """Returns the normalisers of data in several parts, each frame counting once.
 
     `kinds` are those of state and actions; `state` and `actions` give the blocks [N, D] of each part, and are empty
-    where rows have none.
+    where rows have none. Raises ValueError for actions that never change.
     """
 
     def one(kind: Kind, parts: Sequence[Callable[[], Iterable[Floats]]], name: str) -> Normaliser | None:
         if not parts:
             return None
-        read = lambda: itertools.chain.from_iterable(part() for part in parts)  # noqa: E731
-        return make_normaliser(kind, compute_stats(read, f"{where}: the {name}"))
+        stats = compute_stats(lambda: itertools.chain.from_iterable(part() for part in parts), f"{where}: the {name}")
+        if name == "actions" and stats.count > 1 and stats.min == stats.max:
+            raise ValueError(
+                f"{where}: all {len(stats.min)} dims of the actions have zero range over {stats.count} frames: there "
+                "is no motion to learn; leave the dataset out, or name the feature that moves"
+            )
+        return make_normaliser(kind, stats)
 
     return Normalisers(state=one(kinds[0], state, "state"), actions=one(kinds[1], actions, "actions"), delta=delta)

@@ -12,11 +12,15 @@ from typing import Any, Protocol
 import attrs
 
 from lf.data.cache import key_of
-from lf.data.config import DataConfig, Mixture, TextData
+from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
 from lf.data.hf_tokenizer import Tokenizer
+from lf.data.lerobot import LeRobotRows, fit_rows, open_lerobot
+from lf.data.normalise import Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
 from lf.plan.order import deal, hash_keys, integer_weights
+
+_COMMON = ("vocab", "length", "cameras", "state_dim", "action_dim", "chunk")
 
 Row = dict[str, Any]
 """One row: what a family's `collate` reads, and `id`, which names the row's content."""
@@ -53,6 +57,8 @@ class DataCtx:
     """The run's tokenizer, None where it has none."""
     path: str = "data"
     """Where the config stands in the run, as errors name it."""
+    normalisers: Normalisers | None = None
+    """Normalisers of robot data to use (those of training, when held-out data is opened); None takes the config's."""
 
 
 @attrs.frozen(kw_only=True)
@@ -89,6 +95,28 @@ def _(cfg: TextData, ctx: DataCtx) -> TextRows:
     return open_text(cfg, tokenizer=ctx.tokenizer, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
 
 
+@open_data.register
+def _(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
+    rows = _open_robot(cfg, ctx)
+    return rows.scaled(ctx.normalisers or fit_rows([rows], ctx.cache_dir, ctx.path), ctx.path)
+
+
+def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
+    return open_lerobot(cfg, tokenizer=ctx.tokenizer, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+
+
+def normalisers_of(rows: Rows) -> Normalisers | None:
+    """Returns the normalisers that all robot data of a source is scaled by; None where it has none."""
+    parts = _robots(rows)
+    return parts[0].normalisers if parts else None
+
+
+def _robots(rows: Rows) -> list[LeRobotRows]:
+    if isinstance(rows, MixedRows):
+        return [robot for part in rows.parts for robot in _robots(part)]
+    return [rows] if isinstance(rows, LeRobotRows) else []
+
+
 @texts.register
 def _(cfg: TextData, ctx: DataCtx) -> Texts:
     files = find_files(cfg, ctx.path)
@@ -116,6 +144,11 @@ class MixedRows:
         """Returns the rows of one epoch."""
         return sum(len(part) for part in self.parts)
 
+    @property
+    def threads(self) -> int:
+        """How many rows are worth reading at once."""
+        return max(getattr(part, "threads", 1) for part in self.parts)
+
     def row(self, epoch: int, index: int) -> Row:
         """Returns a row of the part whose turn it is; its id begins with the part's number."""
         if not 0 <= index < len(self):
@@ -125,20 +158,46 @@ class MixedRows:
         return {**row, "id": f"{at}/{row['id']}"}
 
     def describe(self) -> dict[str, int]:
-        """Returns the facts that every part has: `vocab` is the largest, `length` is common, the others are sums."""
+        """Returns the facts that every part has: sizes are the largest of the parts, the others are sums."""
         facts = [part.describe() for part in self.parts]
         names = [name for name in facts[0] if all(name in fact for fact in facts)]
-        merge: dict[str, Callable[[list[int]], int]] = {"vocab": max, "length": max}
+        merge: dict[str, Callable[[list[int]], int]] = dict.fromkeys(_COMMON, max)
         return {name: merge.get(name, sum)([fact[name] for fact in facts]) for name in names}
 
 
 @open_data.register
 def _(cfg: Mixture, ctx: DataCtx) -> MixedRows:
-    parts = tuple(open_data(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts))
+    rows = _mix(cfg, ctx)
+    robots = _robots(rows)
+    if not robots:
+        return rows
+    # One model sees all parts, so they are scaled alike.
+    return _scaled(rows, ctx.normalisers or fit_rows(robots, ctx.cache_dir, ctx.path), ctx.path)
+
+
+def _mix(cfg: Mixture, ctx: DataCtx) -> MixedRows:
+    inner = [(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts)]
+    parts = tuple(_open_part(data, part_ctx) for data, part_ctx in inner)
     lengths = [part.describe().get("length") for part in parts]
     if len(set(lengths)) > 1:
         raise ValueError(f"{ctx.path}.parts have rows of {lengths} tokens; rows of a mixture must be of one length")
     return MixedRows(parts=parts, weights=integer_weights([part.weight for part in cfg.parts]))
+
+
+def _open_part(cfg: DataConfig, ctx: DataCtx) -> Rows:
+    """Opens a part of a mixture; robot data is not scaled yet."""
+    if isinstance(cfg, Mixture):
+        return _mix(cfg, ctx)
+    return _open_robot(cfg, ctx) if type(cfg) is LeRobotData else open_data(cfg, ctx)
+
+
+def _scaled(rows: MixedRows, norms: Normalisers, where: str) -> MixedRows:
+    def one(part: Rows, at: int) -> Rows:
+        if isinstance(part, MixedRows):
+            return _scaled(part, norms, f"{where}.parts[{at}].data")
+        return part.scaled(norms, f"{where}.parts[{at}].data") if isinstance(part, LeRobotRows) else part
+
+    return attrs.evolve(rows, parts=tuple(one(part, at) for at, part in enumerate(rows.parts)))
 
 
 @texts.register

@@ -137,6 +137,7 @@ class Decoder:
 
     def _is_far(self, pts: int) -> bool:
         """Returns whether a key frame before `pts` is so far ahead that decoding from it is shorter than going on."""
+        assert self._last is not None
         at = int(np.searchsorted(self._keys, pts, side="right")) - 1
         here, key = np.searchsorted(self._times, [self._last, self._keys[at] if at >= 0 else 0])
         return bool(key - here > _AHEAD)
@@ -209,7 +210,9 @@ def write_video(path: Path, frames: Iterable[Pixels], fps: Fraction, *, codec: s
                 if not count:
                     stream.height, stream.width = frame.shape[:2]
                 elif frame.shape[:2] != (stream.height, stream.width):
-                    raise ValueError(f"frame {count} is {frame.shape[:2]}, and those before {stream.height, stream.width}")
+                    raise ValueError(
+                        f"frame {count} is {frame.shape[:2]}, and those before {stream.height, stream.width}"
+                    )
                 file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
                 count += 1
             if count:
@@ -236,7 +239,11 @@ def append_videos(path: Path, parts: Sequence[Path]) -> list[Fraction]:
                 source = file.streams.video[0]
                 settings = _settings(source)
                 if stream is None:
-                    stream, first, unit = out.add_stream_from_template(source, opaque=True), settings, Fraction(source.time_base)
+                    stream, first, unit = (
+                        out.add_stream_from_template(source, opaque=True),
+                        settings,
+                        Fraction(source.time_base),
+                    )
                     stream.time_base = unit
                 elif settings != first:
                     raise ValueError(f"{part} has other codec settings than {parts[0]}; they cannot share a file")
