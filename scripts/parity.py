@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import attrs
@@ -14,7 +15,9 @@ class Args:
     """Compares models with recorded numbers. Exit code 1 when any folder is off, 2 for a folder that lf cannot read."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Golden folders: a checkpoint folder with io.safetensors beside it."""
+    """Golden folders: a checkpoint folder with io.safetensors beside it, or (with --data) samples of a dataset."""
+    data: Path | None = None
+    """The LeRobot dataset that golden folders of samples are about."""
     device: str = ""
     """Name of the device; empty takes the best one that is there."""
 
@@ -22,6 +25,8 @@ class Args:
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     args = tyro.cli(Args, args=argv, prog="parity.py")
+    if args.data is not None:
+        return _compare_data(args.folders, args.data)
     from lf.devices.detect import detect
     from lf.parallel.config import MegatronParallel, resolve
     from lf.parallel.megatron import make_context
@@ -34,6 +39,21 @@ def main(argv: list[str]) -> int:
         for folder in args.folders:
             try:
                 line = to_json(compare(folder, ctx))
+                code = max(code, int(not line["ok"]))
+            except (ValueError, OSError) as error:
+                line, code = {"folder": str(folder), "error": str(error), "ok": False}, 2
+            print(json.dumps(line))
+    return code
+
+
+def _compare_data(folders: tuple[Path, ...], data: Path) -> int:
+    from lf.data.lerobot_parity import compare_dataset
+
+    code = 0
+    with tempfile.TemporaryDirectory() as cache:
+        for folder in folders:
+            try:
+                line = compare_dataset(folder, data, Path(cache))
                 code = max(code, int(not line["ok"]))
             except (ValueError, OSError) as error:
                 line, code = {"folder": str(folder), "error": str(error), "ok": False}, 2

@@ -171,7 +171,7 @@ class LeRobotRows:
     def _values(self, keys: Sequence[str], rows: Any) -> NDArray[Any]:
         return np.concatenate([self.columns[key][rows] for key in keys], axis=-1)
 
-    def _place(self, steps: Sequence[int], at: int, frame: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def place(self, steps: Sequence[int], at: int, frame: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Returns the rows of a window's steps, and which of them are padding."""
         start, length = int(self.starts[at]), int(self.starts[at + 1] - self.starts[at])
         wanted = frame + np.asarray(steps, np.int64)
@@ -180,7 +180,7 @@ class LeRobotRows:
 
     def _window(self, name: str, keys: Sequence[str], field: str, at: int, frame: int) -> dict[str, Any]:
         steps = self.steps[field]
-        rows, is_pad = self._place(steps or (0,), at, frame)
+        rows, is_pad = self.place(steps or (0,), at, frame)
         values = self._values(keys, rows)
         return {name: values, f"{name}_is_pad": is_pad} if steps else {name: values[0]}
 
@@ -189,7 +189,7 @@ class LeRobotRows:
         black = next((self.pictures[camera.key].size for camera in self.cameras if camera.key), (224, 224))
         for number, camera in enumerate(self.cameras):
             steps = self.steps[f"cameras[{number}]"]
-            rows, is_pad = self._place(steps or (0,), at, frame)
+            rows, is_pad = self.place(steps or (0,), at, frame)
             mask[camera.name] = bool(camera.key)
             if camera.key:
                 pixels = read_pictures(self.pictures[camera.key], self.decoders, at, rows)
