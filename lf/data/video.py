@@ -248,12 +248,12 @@ def append_videos(path: Path, parts: Sequence[Path]) -> list[Fraction]:
                 elif settings != first:
                     raise ValueError(f"{part} has other codec settings than {parts[0]}; they cannot share a file")
                 starts.append(at * unit)
-                end = at
+                end, step = at, round(1 / (source.average_rate * unit))
                 for packet in file.demux(source):
                     if packet.dts is None:
                         continue
                     packet.pts, packet.dts = packet.pts + at, packet.dts + at
-                    end = max(end, packet.pts + (packet.duration or 0))
+                    end = max(end, packet.pts + (packet.duration or step))
                     packet.stream = stream
                     out.mux(packet)
                 at = end
