@@ -87,9 +87,10 @@ def scan(want: Scan, episodes: Sequence[int]) -> Iterator[Scanned]:
     videos = tuple(key for key in want.cameras if want.meta.features[key].dtype == "video")
     columns = (*INDEXES, *(key for key in want.keys if key not in INDEXES), *pictures)
     read = functools.lru_cache(maxsize=2)(functools.partial(_rows_of_file, want.meta, columns))
+    files = locate(want.meta, episodes)
     for number in episodes:
         episode = want.meta.episodes[number]
-        table, findings = _rows_of_episode(want.meta, episode, read)
+        table, findings = _rows_of_episode(want.meta, episode, files[number], read)
         values: Columns = {}
         images: dict[str, list[Any]] = {}
         ticks: dict[str, NDArray[np.int64]] = {}
@@ -107,42 +108,59 @@ def scan(want: Scan, episodes: Sequence[int]) -> Iterator[Scanned]:
         yield Scanned(episode=episode, columns=values, pictures=images, ticks=ticks, findings=tuple(findings))
 
 
+def locate(meta: Meta, episodes: Sequence[int]) -> dict[int, str]:
+    """Returns the file, below the dataset, that holds the rows of each episode; the one it should be where none does.
+
+    Some converters closed a file too late, and left episodes in the file after the one that they are said to be in.
+    """
+    named = {number: meta.episodes[number].file for number in episodes}
+    if meta.version == V21:
+        return named
+    held = {file: _episodes_in(meta.root / file) for file in dict.fromkeys(named.values())}
+    lost = {number for number, file in named.items() if number not in held[file]}
+    if not lost:
+        return named
+    for path in numbered(meta.root, "data/*/*.parquet"):
+        file = path.relative_to(meta.root).as_posix()
+        here = held[file] if file in held else _episodes_in(path)
+        named |= dict.fromkeys(lost & here, file)
+    return named
+
+
+def _episodes_in(path: Path) -> set[int]:
+    """Returns the episodes that have rows in a file; none for a file that is not there or cannot be read."""
+    import pyarrow.compute as pc
+
+    try:
+        return set(pc.unique(read_table(path, ["episode_index"])["episode_index"]).to_pylist())
+    except ValueError:
+        return set()
+
+
 def _rows_of_file(meta: Meta, columns: tuple[str, ...], file: str) -> Any:
     return read_table(meta.root / file, columns)
 
 
-def _rows_of_episode(meta: Meta, episode: Episode, read: Callable[[str], Any]) -> tuple[Any, list[Finding]]:
-    """Returns the rows that carry the episode's number, wherever they are, and what is wrong with where they are."""
+def _rows_of_episode(meta: Meta, episode: Episode, file: str, read: Callable[[str], Any]) -> tuple[Any, list[Finding]]:
+    """Returns the rows of a file that carry the episode's number, and what is wrong with them as a whole."""
     import pyarrow.compute as pc
 
     def fault(level: Level, message: str) -> Finding:
         return Finding(level=level, message=message, episode=episode.index, file=episode.file)
 
-    def rows(file: str) -> Any:
+    if not (meta.root / file).is_file():
+        return None, [fault("fatal", "the file of its rows is not there; fetch it, or leave the episode out")]
+    try:
         table = read(file)
-        return table.filter(pc.equal(table["episode_index"], episode.index))
-
-    findings: list[Finding] = []
-    found = None
-    if not (meta.root / episode.file).is_file():
-        findings.append(fault("fatal", "the file of its rows is not there; fetch it, or leave the episode out"))
-    else:
-        try:
-            found = rows(episode.file)
-        except ValueError as error:
-            return None, [fault("fatal", str(error))]
-    if meta.version != V21 and found is not None and len(found) != episode.length:
-        # Converters that closed a file too late have left episodes in the file after the one they are said to be in.
-        for path in numbered(meta.root, "data/*/*.parquet"):
-            file = path.relative_to(meta.root).as_posix()
-            if file != episode.file and len(found) == 0 and len(other := rows(file)):
-                found = other
-                findings.append(fault("wrong", f"its rows are in {file}; correct data/file_index of the episode"))
-    if found is not None and len(found) != episode.length:
+    except ValueError as error:
+        return None, [fault("fatal", str(error))]
+    found = table.filter(pc.equal(table["episode_index"], episode.index))
+    if len(found) != episode.length:
         message = f"the table of episodes says {episode.length} frames, and there are {len(found)} rows"
-        findings.append(fault("fatal", f"{message}; fetch the file again, or leave the episode out"))
-        found = None
-    return found, findings
+        return None, [fault("fatal", f"{message}; fetch the file again, or leave the episode out")]
+    if file != episode.file:
+        return found, [fault("wrong", f"its rows are in {file}; correct data/file_index of the episode")]
+    return found, []
 
 
 def _column(column: Any, meta: Meta, key: str, episode: Episode, findings: list[Finding]) -> Columns:

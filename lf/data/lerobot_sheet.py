@@ -88,10 +88,9 @@ def _draw_frames(figure: Any, grid: Any, rows: LeRobotRows, number: int, at: int
             axes.set_yticks([])
             if not place:
                 axes.set_ylabel(camera.name.rsplit(".", 1)[-1], fontsize=7)
+            head = "" if place else f"episode {item['episode']}: {item['task']}\n"
             if not strip:
-                axes.set_title(f"{item['timestamp']:.2f} s", fontsize=7)
-            if not strip and not place:
-                axes.set_title(f"episode {item['episode']}: {item['task']}", fontsize=8, loc="left")
+                axes.set_title(f"{head}{item['timestamp']:.2f} s", fontsize=7, loc="left")
 
 
 def _draw_curve(axes: Any, meta: Meta, rows: LeRobotRows, number: int, key: str, title: str) -> None:

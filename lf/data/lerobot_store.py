@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lf.data.cache import key_of
 from lf.data.files import TextFile, file_digests
 from lf.data.lerobot_meta import inside
-from lf.data.lerobot_scan import Scan, Scanned, scan
+from lf.data.lerobot_scan import Scan, Scanned, locate, scan
 from lf.data.video import Decoders, Pixels
 
 _FORMAT = 1
@@ -76,7 +76,7 @@ def content_key(want: Scan, episodes: Sequence[int], cache_dir: Path) -> str:
     """
     meta = want.meta
     chosen = [meta.episodes[number] for number in episodes]
-    data = sorted({episode.file for episode in chosen if (meta.root / episode.file).is_file()})
+    data = sorted(file for file in set(locate(meta, episodes).values()) if (meta.root / file).is_file())
     videos = sorted({clip.file for episode in chosen for key, clip in episode.clips.items() if key in want.cameras})
     listed = [TextFile(path=meta.root / file, name=file, listed=True) for file in data]
     return key_of(
