@@ -232,19 +232,18 @@ def append_videos(path: Path, parts: Sequence[Path]) -> list[Fraction]:
     av = import_av()
     starts: list[Fraction] = []
     at = 0
+    # Frames that are shown out of order are decoded early, in each part by as much as in the one that needs most:
+    # decoding times must rise from part to part.
+    delays = [_delay(part) for part in parts]
     with av.open(str(path), "w") as out:
         stream, first, unit = None, None, Fraction(0)
-        for part in parts:
+        for part, delay in zip(parts, delays, strict=True):
             with av.open(str(part)) as file:
                 source = file.streams.video[0]
                 settings = _settings(source)
                 if stream is None:
-                    stream, first, unit = (
-                        out.add_stream_from_template(source, opaque=True),
-                        settings,
-                        Fraction(source.time_base),
-                    )
-                    stream.time_base = unit
+                    stream, first = out.add_stream_from_template(source, opaque=True), settings
+                    unit = stream.time_base = Fraction(source.time_base)
                 elif settings != first:
                     raise ValueError(f"{part} has other codec settings than {parts[0]}; they cannot share a file")
                 starts.append(at * unit)
@@ -252,12 +251,19 @@ def append_videos(path: Path, parts: Sequence[Path]) -> list[Fraction]:
                 for packet in file.demux(source):
                     if packet.dts is None:
                         continue
-                    packet.pts, packet.dts = packet.pts + at, packet.dts + at
+                    packet.pts, packet.dts = packet.pts + at, packet.dts + at + delay - max(delays)
                     end = max(end, packet.pts + (packet.duration or step))
                     packet.stream = stream
                     out.mux(packet)
                 at = end
     return starts
+
+
+def _delay(path: Path) -> int:
+    """Returns by how many ticks the first frame is decoded before it is shown."""
+    with import_av().open(str(path)) as file:
+        packets = [packet for packet in file.demux(file.streams.video[0]) if packet.dts is not None]
+    return min(packet.pts for packet in packets) - packets[0].dts if packets else 0
 
 
 def joinable(left: Path, right: Path) -> bool:
