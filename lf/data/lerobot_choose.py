@@ -30,6 +30,12 @@ def choose_episodes(meta: Meta, wanted: Sequence[int] | None, where: str) -> tup
         raise ValueError(
             f"{where}.episodes: {meta.root} has no episodes {unknown[:_SHOWN]} (it has {have}); leave them out"
         )
+    stated = meta.info.get("total_episodes")
+    if wanted is None and isinstance(stated, int) and stated > len(chosen):
+        raise ValueError(
+            f"{meta.root}: info.json says {stated} episodes, and the table of episodes has {len(chosen)}; fetch the "
+            f"rest, or name those to take in {where}.episodes"
+        )
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"{where}.episodes = {tuple(wanted or ())} names an episode twice; name each once")
     empty = [number for number in chosen if meta.episodes[number].length < 1]
