@@ -18,7 +18,7 @@ import tyro
 
 from lf import config_json
 from lf.config_json import check_types as check_types
-from lf.config_json import children, inside, show
+from lf.config_json import children, inside, refused_field, show
 from lf.config_json import to_json as to_json
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ def load(path: str | Path, name: str = "cfg") -> Any:
     """Returns the config `name` of a Python file, or the config that a run saved as `config.json`.
 
     A Python file becomes the module called like the file, which spawned workers can import too, so the classes in it
-    pickle. A saved config is read after the copy of the config file beside it, if its classes come from there.
-    Raises ValueError, in one line, for what is wrong with the file.
+    pickle. A saved config is read after the copy of the config file beside it is executed, if its classes come from
+    there: load no run that you do not trust. Raises ValueError, in one line, for what is wrong with the file.
     """
     path = Path(path)
     if path.is_dir() and (path / "config.json").is_file():
@@ -58,6 +58,24 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function
 
 
+def load_classes(file: str | Path) -> None:
+    """Executes a Python file as a config file is, so that `from_json` knows the classes in it.
+
+    Raises ValueError, in one line, for what is wrong with the file.
+    """
+    file = Path(file)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"{str(file)!r} must be an existing Python file (.py)")
+    _execute(file)
+
+
+def code_of(text: str, folder: Path) -> list[Path]:
+    """Returns the Python files of a folder that may define the classes of a config saved as the JSON `text`."""
+    foreign = {module for module in re.findall(r'"([\w.-]+):[\w.]+"', text) if not inside(module, ("lf",))}
+    files = sorted(folder.glob("*.py"))
+    return [file for file in files if file.stem in foreign] or (files if foreign and len(files) == 1 else [])
+
+
 def _load_python(path: Path, name: str) -> Any:
     values = vars(_execute(path))
     configs = {key: v for key, v in values.items() if attrs.has(type(v)) and not key.startswith("_")}
@@ -76,13 +94,21 @@ def _load_python(path: Path, name: str) -> Any:
 def _load_saved(path: Path, name: str) -> Any:
     if name != "cfg":
         raise ValueError(f"{path} holds one config, which has no name; leave out :{name}")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    foreign = {module for module in re.findall(r'"([\w.-]+):[\w.]+"', text) if not inside(module, ("lf",))}
-    files = sorted(path.parent.glob("*.py"))
-    copies = [file for file in files if file.stem in foreign] or (files if foreign and len(files) == 1 else [])
-    for file in copies:
+    text = read_text(path)
+    for file in code_of(text, path.parent):
         _execute(file)
     return from_json(text, source=str(path))
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a saved config; raises ValueError where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start + 1}, 0x{error.object[error.start]:02x}, is not UTF-8 ({error.reason}); the "
+            "file is damaged or was saved in another encoding, so take a whole copy of it"
+        ) from error
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
@@ -155,6 +181,9 @@ def _failure(path: Path, error: BaseException) -> str:
         return f"{place}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f"{path}:{lines[-1]}" if lines else str(path)
+    misfit = refused_field(error) if isinstance(error, TypeError) else None
+    if misfit is not None:
+        return f"{place}: {misfit}"
     return f"{place}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -162,14 +191,14 @@ def override(cfg: T, args: Sequence[str], prog: str, *, description: str | None 
     """Returns the config with the leaf values that flags such as `--optim.lr 3e-4` give.
 
     `--help` prints the flags of this very config with its values and exits with 0; a wrong flag or value is explained
-    on stderr and exits with 2.
+    on stderr and exits with 2. Raises ValueError for a value that is not what its field takes, infinity among them.
     """
     for path in _empty(cfg):
         for arg in args:
             if arg.replace("-", "_").startswith(f"__{path}."):
                 raise ValueError(f"{arg}: {path} is None in this config; flags change values only, so set it in Python")
     try:
-        return tyro.cli(
+        changed: T = tyro.cli(
             type(cfg),
             default=cfg,
             args=list(args),
@@ -179,6 +208,8 @@ def override(cfg: T, args: Sequence[str], prog: str, *, description: str | None 
         )
     except TypeError as error:  # tyro explains ValueError only, and some validators of attrs raise this
         raise ValueError(f"{prog}: {error.args[0] if error.args else error}") from error
+    check_types(changed)
+    return changed
 
 
 def _empty(value: Any, at: str = "") -> Iterator[str]:

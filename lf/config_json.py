@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator
@@ -49,6 +50,16 @@ def check_types(cfg: Any) -> None:
     problems = list(_misfits(cfg, type(cfg), ""))
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def refused_field(error: TypeError) -> str | None:
+    """Returns what is wrong with the value that a validator of attrs could not compare, None for any other error."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner, field, value = (frame.f_locals.get(name) for name in ("inst", "attr", "value"))
+        if isinstance(field, attrs.Attribute) and attrs.has(type(owner)):
+            hint = _hints(type(owner)).get(field.name, Any)
+            return next(_misfits(value, hint, f"{type(owner).__name__}.{field.name}"), None)
+    return None
 
 
 def _misfits(value: Any, hint: Any, at: str) -> Iterator[str]:
@@ -123,7 +134,10 @@ def from_json(text: str, allow: Collection[str], source: str, kind: type) -> Any
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
     except Exception as error:
-        lines = cattrs.transform_error(error, format_exception=_explain)
+        try:
+            lines = cattrs.transform_error(error, format_exception=_explain)
+        except RecursionError:
+            lines = ["nested too deeply"]
         raise ValueError("\n".join(f"{source}: {line}" for line in lines)) from error
 
 
@@ -256,6 +270,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def _explain(error: BaseException, hint: Any) -> str:
-    if isinstance(error, (ValueError, TypeError, ImportError)) and error.args:
+    if isinstance(error, (ValueError, TypeError, ImportError, RecursionError)) and error.args:
         return str(error.args[0])
     return cattrs.v.format_exception(error, hint)

@@ -19,7 +19,8 @@ class Launch:
     """Trains the model of a config. With `--cfg` given, `--help` shows the flags of that config and its values."""
 
     cfg: str
-    """The config: FILE.py (its value `cfg`), FILE.py:NAME for another value, or the config.json of a run."""
+    """The config: FILE.py (its value `cfg`), FILE.py:NAME for another value, or the config.json of a run.
+    The file, or the copy of it beside the config.json, is executed."""
     out: str = ""
     """Run folder; empty is runs/<config name>, and for the config.json of a run that run's own folder."""
     device: str = ""

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import sys
 
 
@@ -20,3 +21,8 @@ def say(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def end_with_reader() -> None:
+    """Lets the process end, without a word, when nobody reads what it prints: as other filters do."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)

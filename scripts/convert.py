@@ -32,6 +32,8 @@ class Export:
     """Hugging Face folder to write; an older one there is replaced."""
     family: str = ""
     """FILE.py:NAME, as for the import."""
+    config_file: str = ""
+    """Python file to execute first, where the model's class is in it; no file of SRC is executed unasked."""
 
 
 def main(argv: list[str]) -> int:
@@ -40,9 +42,11 @@ def main(argv: list[str]) -> int:
     from lf.train.convert import REPORT, export_folder, import_folder
     from lf.train.loop import FAULTS
 
-    convert = import_folder if isinstance(args, Import) else export_folder
     try:
-        done = convert(args.src, args.dst, args.family)
+        if isinstance(args, Import):
+            done = import_folder(args.src, args.dst, args.family)
+        else:
+            done = export_folder(args.src, args.dst, args.family, args.config_file)
     except FAULTS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

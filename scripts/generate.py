@@ -8,6 +8,7 @@ import attrs
 import tyro
 
 from lf.models.generate import Sampling, allowance, generate, stream_text
+from lf.terminal import end_with_reader, tolerant
 
 
 @attrs.frozen(kw_only=True)
@@ -22,40 +23,38 @@ class Args(Sampling):
     """Name of the device (cpu, cuda, kunlun ...); empty takes the best one that is there."""
     family: str = ""
     """FILE.py:NAME of a function that reads the config.json of a family outside lf."""
+    config_file: str = ""
+    """Python file to execute first, where the model's class is in it; no file of FOLDER is executed unasked."""
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done, 1 error, 2 bad usage."""
+    """Returns the exit code: 0 done, 1 error, 2 bad usage; SIGPIPE ends it where nobody reads on."""
     args = tyro.cli(Args, args=argv, prog="generate.py")
-    from lf.train.loop import FAULTS
-
-    try:
-        _print(args)
-    except FAULTS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _print(args: Args) -> None:
     from lf.data.hf_tokenizer import read_tokenizer
     from lf.devices.detect import detect
     from lf.train.folder import TOKENIZER
+    from lf.train.loop import FAULTS
     from lf.train.run import process_group
     from lf.train.start import load_model, local_context, open_saved
 
-    device, start = detect(args.device), open_saved(args.folder, args.family)
-    inside = args.folder / TOKENIZER
-    tokenizer = read_tokenizer(inside if inside.is_dir() else args.folder)
-    prompt = tokenizer.encode_batch([args.prompt])[0]
-    allowance(start.model, prompt, args)
-    with process_group(device):
-        model = load_model(start, local_context(start.model, device))
-        ids = generate(start.model, model, prompt, args, eos=tokenizer.eos, device=device.torch_type)
-        for text in stream_text(tokenizer.decode, prompt, ids):
-            print(text, end="", flush=True)
-    print()
+    try:
+        device, start = detect(args.device), open_saved(args.folder, args.family, args.config_file)
+        tokenizer = read_tokenizer(next(p for p in (args.folder / TOKENIZER, args.folder) if p.is_dir()))
+        prompt = tokenizer.encode_batch([args.prompt])[0]
+        allowance(start.model, prompt, args)
+        with process_group(device):
+            model = load_model(start, local_context(start.model, device))
+            ids = generate(start.model, model, prompt, args, eos=tokenizer.eos, device=device.torch_type)
+            for text in stream_text(tokenizer.decode, prompt, ids):
+                print(text, end="", flush=True)
+    except FAULTS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(flush=True)
+    return 0
 
 
 if __name__ == "__main__":
+    tolerant()
+    end_with_reader()
     sys.exit(main(sys.argv[1:]))

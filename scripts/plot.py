@@ -21,6 +21,9 @@ def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], /, *, out: Pat
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print(out)
     return 0
 

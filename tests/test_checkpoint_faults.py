@@ -1,6 +1,7 @@
 """Saves that die, disks that fill up, files that are cut or changed."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from lf.train import checkpoint, shards
+from lf.train import checkpoint, manifest, shards
 from lf.train.checkpoint import (
     CheckpointError,
     Comm,
@@ -352,6 +353,157 @@ def test_another_version_or_format_is_named(tmp_path: Path) -> None:
         (path / "manifest.json").write_text(text)
         with pytest.raises(CheckpointError, match="manifest"):
             open_checkpoint(path)
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the body of a manifest and gives it the hash of what it says then."""
+    file = path / "manifest.json"
+    outer = json.loads(file.read_text())
+    change(outer["body"])
+    outer["sha256"] = hashlib.sha256(manifest.canonical(outer["body"]).encode()).hexdigest()
+    file.write_text(json.dumps(outer))
+
+
+def _put(*place: Any) -> Callable[[dict[str, Any]], None]:
+    """Gives a change of a body: all but the last of `place` say where, the last is what stands there afterwards."""
+
+    def change(body: dict[str, Any]) -> None:
+        at: Any = body
+        for key in place[:-2]:
+            at = at[key]
+        at[place[-2]] = place[-1]
+
+    return change
+
+
+TENSOR = ("tensors", "exp_avg/a")
+PIECE = (*TENSOR, "pieces", 0)
+
+HOSTILE = {
+    "the step is text": (_put("step", "1"), "expected int @ body.step"),
+    "the step is a bool": (_put("step", True), "expected int @ body.step"),
+    "the step is negative": (_put("step", -1), "step is -1"),
+    "meta is a list": (_put("meta", []), "body.meta"),
+    "files are a mapping": (_put("files", {}), "expected tuple @ body.files"),
+    "a size is negative": (_put("files", 0, "bytes", -1), "has -1 bytes"),
+    "a hash is short": (_put("files", 0, "sha256", "ab"), "hash 'ab'"),
+    "tensors are a list": (_put("tensors", []), "body.tensors"),
+    "a field too many": (_put(*TENSOR, "more", 1), "extra fields found"),
+    "a field too few": (lambda body: body["tensors"]["exp_avg/a"].pop("shape"), "required field missing"),
+    "an unknown dtype": (_put(*TENSOR, "dtype", "F8_E4M3"), "exp_avg/a: dtype is 'F8_E4M3'"),
+    "the shape is text": (_put(*TENSOR, "shape", "43"), "shape"),
+    "an extent is a float": (_put(*TENSOR, "shape", [4.0, 3]), "body.tensors\\['exp_avg/a'\\].shape"),
+    "an extent is negative": (_put(*TENSOR, "shape", [-4, -3]), r"no tensor has the shape \[-4, -3\]"),
+    "a huge extent beside none": (_put(*TENSOR, "shape", [0, 10**30]), "no tensor has the shape"),
+    "too many dimensions": (_put(*TENSOR, "shape", [1] * 65), "no tensor has the shape"),
+    "a shape larger than the file": (_put(*TENSOR, "shape", [4, 3 * 2**40]), "no rank gives"),
+    "no pieces": (_put(*TENSOR, "pieces", []), "exp_avg/a: no rank gives 12 of its 12 elements"),
+    "an empty piece": (_put(*PIECE, "stop", 0), "exp_avg/a: no rank gives 12 of its 12 elements"),
+    "a hole": (_put(*PIECE, "stop", 11), "exp_avg/a: no rank gives 1 of its 12 elements"),
+    "an overlap": (lambda body: _twice(body["tensors"]["exp_avg/a"]["pieces"]), "ranks 0 and 0 both give the box"),
+    "a box of too few dimensions": (_put(*PIECE, "at", [0]), "are not all inside"),
+    "a box outside": (_put(*PIECE, "at", [1, 0]), "are not all inside"),
+    "a box before the start": (_put(*PIECE, "at", [-1, 0]), "are not all inside"),
+    "elements beyond the box": (_put(*PIECE, "stop", 13), "are not all inside"),
+    "a file that is not listed": (_put(*PIECE, "file", 1), "the file of rank 1, and there are 1 files"),
+    "a negative file": (_put(*PIECE, "file", -1), "the file of rank -1"),
+    "bytes beyond the file": (_put(*PIECE, "offset", 2**40), "a piece lies at bytes"),
+    "bytes before the file": (_put(*PIECE, "offset", -8), r"a piece lies at bytes \[-8"),
+    "bytes off the grid": (_put(*PIECE, "offset", 9), "its elements have 4"),
+    "bytes of another tensor": (
+        lambda body: _put(
+            "tensors", "weight/a", "pieces", 0, "offset", body["tensors"]["exp_avg/a"]["pieces"][0]["offset"]
+        )(body),
+        "weight/a and exp_avg/a both lie at byte",
+    ),
+}
+
+
+def _twice(rows: list[Any]) -> None:
+    rows += rows
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_manifest_that_lies_is_refused_and_passed_over(tmp_path: Path, case: str) -> None:
+    change, message = HOSTILE[case]
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2)
+    forge(path, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path)
+    assert f"{path / 'manifest.json'} does not follow version 1" in str(caught.value)
+    opened = open_latest(tmp_path)
+    assert opened.reader is not None
+    assert holds(opened.reader, 1)
+    (skipped,) = opened.skipped
+    assert skipped.path == path
+
+
+def test_a_manifest_that_was_not_changed_passes_the_forger(tmp_path: Path) -> None:
+    path = save_state(tmp_path, 2)
+    forge(path, lambda body: None)
+    assert holds(open_checkpoint(path), 2)
+
+
+def test_a_manifest_that_is_deeper_than_python_goes_is_passed_over(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2)
+    for text in ("[" * 200_000, '{"body": ' + "[" * 50_000 + "]" * 50_000 + "}"):
+        (path / "manifest.json").write_text(text)
+        opened = open_latest(tmp_path)
+        assert opened.reader is not None
+        assert opened.reader.step == 1
+
+
+UNREADABLE = {
+    "manifest": (Path, "read_bytes", "manifest.json"),
+    "size": (Path, "stat", "rank_00000.safetensors"),
+    "content": (checkpoint, "file_sha256", "rank_00000.safetensors"),
+}
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_the_system_does_not_give_is_no_reason_to_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, what: str
+) -> None:
+    for step in (1, 2, 3):
+        save_state(tmp_path, step)
+    file = tmp_path / "checkpoints" / "step_2" / UNREADABLE[what][2]
+    owner, name, _ = UNREADABLE[what]
+    right = getattr(owner, name)
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == file:
+            raise OSError(code, os.strerror(code))
+        return right(path, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, refuse)
+    assert open_latest(tmp_path).reader is not None  # A newer one is good.
+    shutil.rmtree(tmp_path / "checkpoints" / "step_3")
+    for error in on_ranks(2, lambda comm: open_latest(tmp_path, comm=comm)):
+        assert isinstance(error, CheckpointError)
+        assert f"{file.parent} cannot be read: {file}: {os.strerror(code)}" in str(error)
+        assert "go on from an older checkpoint" in str(error)
+    # What may be whole is neither replaced nor the reason to remove an older one.
+    prune(tmp_path, 1)
+    assert names(tmp_path) == {"step_1", "step_2"}
+    if what != "content":
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            save_state(tmp_path, 2)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_state(tmp_path, 1).parent
+
+    def refuse(_: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match=f"{path}: Permission denied"):
+        open_latest(tmp_path)
 
 
 def test_a_shard_that_vanishes_or_shrinks_after_opening_is_named(tmp_path: Path) -> None:

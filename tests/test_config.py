@@ -1,6 +1,7 @@
 import ast
 import collections.abc
 import enum
+import functools
 import json
 import multiprocessing
 import os
@@ -105,6 +106,14 @@ def test_load_takes_any_name(tmp_path: Path) -> None:
         ("import sys\nsys.exit(3)\n", "cfg", ("my_cfg.py:2: SystemExit: 3",)),
         ("import lf\ncfg = lf.Rum()\n", "cfg", ("my_cfg.py:2: AttributeError", "'Rum'", "Run")),
         ("import lf\ncfg = lf.Sgd(lr=-1.0)\n", "cfg", ("my_cfg.py:2: ValueError: 'lr' must be > 0.0: -1.0",)),
+        (
+            "import lf\n\ncfg = lf.Sgd(\n    lr='3e-4',\n)\n",
+            "cfg",
+            ("my_cfg.py:3: Sgd.lr = '3e-4' (str) must be float; leave out the quotes",),
+        ),
+        ("import lf\ncfg = lf.Eval(every=None)\n", "cfg", ("my_cfg.py:2: Eval.every = None (NoneType) must be int",)),
+        ("import lf\ncfg = lf.TextData(paths=3)\n", "cfg", ("TextData.paths = 3 (int) must be tuple[str, ...]",)),
+        ("import lf\n\nlen(3)\n", "cfg", ("my_cfg.py:3: TypeError: object of type 'int' has no len()",)),
         ("import lf\na = lf.Sgd()\n_b = a\n", "cfg", ("no config called cfg", "configs in it: a (Sgd)")),
         ("", "cfg", ("no config called cfg", "configs in it: none")),
         ("import lf\ncfg = lf.Sgd()\n", "smal", ("no config called smal", "cfg (Sgd)")),
@@ -245,6 +254,13 @@ def test_a_saved_run_without_its_config_file_says_what_is_missing(tmp_path: Path
         config.load(tmp_path / "run/config.json", "small")
 
 
+def test_a_saved_run_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(config.to_json(simple()).replace('"a"', '"\xe9"').encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config\.json: byte \d+, 0xe9, is not UTF-8 .* take a whole copy"):
+        config.load(file)
+
+
 def test_a_saved_run_of_lf_classes_runs_no_file_beside_it(tmp_path: Path) -> None:
     write(tmp_path, "raise RuntimeError\n", "config_copy")
     (tmp_path / "config.json").write_text(config.to_json(simple()))
@@ -350,6 +366,11 @@ class Strict:
     def __attrs_post_init__(self) -> None:
         if self.size > 2:
             raise TypeError("too large")
+
+
+def test_a_flag_that_is_no_finite_number_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^optim\.lr = inf must be a finite number"):
+        config.override(simple(), ["--optim.lr", "inf"], "train.py")
 
 
 def test_a_type_error_of_a_config_class_is_no_traceback() -> None:
@@ -681,11 +702,19 @@ def test_wrong_json_lists_every_problem() -> None:
         config.from_json(text, source="x")
 
 
+def mixture(inner: Any) -> dict[str, Any]:
+    part = {"_type": "lf.data.config:Weighted", "data": inner, "weight": 1.0}
+    return {"_type": "lf.data.config:Mixture", "parts": [part]}
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
         ('{"_type": "x",\n,}', "x:2: not JSON"),
         ("", "x:1: not JSON"),
+        ("[" * 100_000, "recursion"),
+        ('{"_type": ' + "9" * 5000 + "}", "4300 digits"),
+        (changed("data", functools.reduce(lambda inner, _: mixture(inner), range(300), {})), "x: "),
         ("[]", 'must be an object with a "_type"'),
         (changed("optim.lr", float("nan")), "NaN is not a number in JSON"),
     ],
@@ -757,7 +786,7 @@ def test_init_on_the_command_line_brings_its_own_model(tmp_path: Path) -> None:
         (USER_FILE.replace("steps=4", "init=4"), [], "my_cfg.py: init = 4 (int) must be str"),
         (USER_FILE.replace("MyOptim(lr=1e-2)", "MyData()"), [], "my_cfg.py: optim = MyData(rows=16) (MyData) must be"),
         (USER_FILE.replace("(0.9, 0.99)", "(0.9, 1e999)"), [], "optim.betas.1 = inf must be a finite number"),
-        (USER_FILE, ["--optim.betas", "0.9", "nan"], "not JSON compliant"),
+        (USER_FILE, ["--optim.betas", "0.9", "nan"], "optim.betas.1 = nan must be a finite number"),
         (USER_FILE, ["--devise", "cpu"], "--devise is no flag; perhaps you meant --device"),
         (USER_FILE, ["--outt=x"], "--outt is no flag; perhaps you meant --out"),
     ],

@@ -1,5 +1,6 @@
 """Conversion: the same bytes back, one tensor in memory at a time, nothing half written, and what a run exports."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,9 +23,11 @@ from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
 from lf.models.llm.llama import Llama
 from lf.train import checkpoint, shards
+from lf.train import run as train_run
 from lf.train.convert import export_folder, import_folder
 from lf.train.start import open_saved, open_start
 from scripts.convert import main
+from scripts.generate import main as generate_main
 from tests.test_hf_folder import CASES, COPIES, GOLDEN, changed, with_head
 from tests.test_train import go, small_run
 from tests.workers import Workers
@@ -342,6 +345,7 @@ def test_conversion_loads_no_megatron(tmp_path: Path) -> None:
     code = f"""
 import sys
 from scripts.convert import main
+from scripts.generate import main as generate_main
 assert main(["import", "tests/golden/hf/qwen3", {str(tmp_path / "lf")!r}]) == 0
 assert main(["export", {str(tmp_path / "lf")!r}, {str(tmp_path / "hf")!r}]) == 0
 heavy = {{"megatron", "transformers", "tokenizers"}} & set(sys.modules)
@@ -349,3 +353,52 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_file_of_a_folder_is_executed_unasked(
+    one_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_run, "process_group", lambda device: contextlib.nullcontext())
+    original = shutil.copytree(GOLDEN / "llama", tmp_path / "original")
+    write_tokenizer(original)
+    import_folder(original, tmp_path / "lf")
+    # As a run leaves it, but with a config whose classes are in a file of the folder.
+    (tmp_path / "lf" / "owned.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\n")
+    (tmp_path / "lf" / "config.json").write_text(json.dumps({"data": {"_type": "owned:Data"}}))
+    assert main(["export", str(tmp_path / "lf"), str(tmp_path / "back")]) == 0
+    assert digests(tmp_path / "back") == digests(original)
+    assert open_saved(tmp_path / "lf").model == open_start(str(tmp_path / "lf"), None).model
+    assert generate_main([str(tmp_path / "lf"), "--prompt", "x", "--tokens", "1", "--device", "cpu"]) == 0
+    assert not (tmp_path / "owned").exists()
+
+
+def test_the_file_of_a_models_class_is_executed_where_it_is_named(
+    one_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_run, "process_group", lambda device: contextlib.nullcontext())
+    source = shutil.copytree(GOLDEN / "llama", tmp_path / "original")
+    write_tokenizer(source)
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "class_of_mine.py").write_text(FAMILY)
+    original_config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(original_config | {"model_type": "mine", "extra": 7}))
+    import_folder(source, tmp_path / "lf", f"{tmp_path / 'away' / 'class_of_mine.py'}:reader")
+    sys.path.remove(str(tmp_path / "away"))
+    del sys.modules["class_of_mine"]
+    copy = shutil.move(tmp_path / "away" / "class_of_mine.py", tmp_path / "lf")
+    generating = [str(tmp_path / "lf"), "--prompt", "x", "--tokens", "1", "--device", "cpu"]
+    exporting = ["export", str(tmp_path / "lf"), str(tmp_path / "back")]
+    for script_main, args in ((main, exporting), (generate_main, generating)):
+        assert script_main(args) == 1
+        assert f"If you trust that file, name it: --config-file {copy} (generate.py" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--config-file"):
+        open_start(str(tmp_path / "lf"), None)
+    assert "class_of_mine" not in sys.modules
+    try:
+        assert main([*exporting, "--config-file", str(copy)]) == 0
+        assert generate_main([*generating, "--config-file", str(copy)]) == 0
+    finally:
+        sys.path.remove(str(tmp_path / "lf"))
+        del sys.modules["class_of_mine"]
+    assert generate_main([*generating, "--config-file", str(tmp_path / "lf")]) == 1
+    assert "must be an existing Python file" in capsys.readouterr().err

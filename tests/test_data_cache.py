@@ -61,7 +61,10 @@ def test_a_killed_build_is_started_anew_and_leaves_nothing(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock", "log"]
 
 
-@pytest.mark.parametrize("fault", ["no meta", "half a meta", "meta of another kind", "short file", "no file"])
+FAULTS = ("no meta", "half a meta", "meta of another kind", "other facts", "short file", "other bytes", "no file")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_folder_is_built_again(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "key"
     build_once(folder, fill)
@@ -72,6 +75,10 @@ def test_a_broken_folder_is_built_again(tmp_path: Path, fault: str) -> None:
         meta.write_bytes(meta.read_bytes()[:10])
     elif fault == "meta of another kind":
         meta.write_text("[]")
+    elif fault == "other facts":
+        meta.write_text(meta.read_text().replace('"n": 1', '"n": "one"'))
+    elif fault == "other bytes":
+        (folder / "a.bin").write_bytes(b"whale")
     elif fault == "short file":
         (folder / "a.bin").write_bytes(b"who")
     else:
@@ -97,7 +104,8 @@ def test_the_first_of_two_hosts_wins(tmp_path: Path) -> None:
 
     def overtaken(temporary: Path) -> dict[str, int]:
         folder.mkdir()
-        (folder / "meta.json").write_text(json.dumps({"facts": {"n": 2}, "files": {}}))
+        meta = {"facts": {"n": 2}, "files": {}, "sha256": key_of({"n": 2}, {})}
+        (folder / "meta.json").write_text(json.dumps(meta))
         return fill(temporary)
 
     assert build_once(folder, overtaken) == {"n": 2}

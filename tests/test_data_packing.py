@@ -28,14 +28,18 @@ def rows_of(lengths: list[int], seq_len: int, seed: int = 0, cross: bool = False
         cross_documents=cross,
         pad=PAD,
         vocab=PAD + 1,
+        content=0,
         plan=lambda epoch: plan_epoch(array, seq_len, seed, epoch),
     )
 
 
 def stream_of(rows: TextRows, epoch: int) -> list[int]:
-    """The stream of an epoch, put together from its rows."""
-    taken = [rows.row(epoch, index) for index in np.argsort(rows.plan(epoch).rows)]
-    return [int(token) for row in taken for token in row["tokens"][: row["real"]]]
+    """The stream of an epoch, put together from its rows; a last token that no row has as an input is a label only."""
+    plan = rows.plan(epoch)
+    taken = [rows.row(epoch, index) for index in np.argsort(plan.rows)]
+    last = plan.documents[-1]
+    alone = [int(rows.starts[last] + rows.lengths[last] - 1)] * (rows.total % rows.seq_len == 1)
+    return [int(token) for row in taken for token in row["tokens"][: row["real"]]] + alone
 
 
 @quick
@@ -72,6 +76,21 @@ def test_labels_and_segments_stay_inside_documents(lengths: list[int], seq_len: 
         found = [set(document[segment]) if segment[0] != PAD else {-1} for segment in segments]
         assert all(len(of) == 1 for of in found)
         assert all(a != b for a, b in itertools.pairwise(found))
+
+
+@quick
+@given(st.lists(st.integers(2, 12), min_size=1, max_size=12), seq_lens, st.booleans())
+def test_every_row_has_a_label(lengths: list[int], seq_len: int, cross: bool) -> None:
+    rows = rows_of(lengths, seq_len, cross=cross)
+    assert all((rows.row(0, index)["labels"] != IGNORE).any() for index in range(len(rows)))
+    assert len(rows) >= 1
+
+
+def test_a_token_too_many_for_whole_rows_makes_no_row() -> None:
+    assert [row_count(tokens, 4) for tokens in (1, 2, 4, 5, 6, 8, 9, 10)] == [0, 1, 1, 1, 2, 2, 2, 3]
+    rows = rows_of([9], 4)
+    first, second = (rows.row(0, index) for index in np.argsort(rows.plan(0).rows))
+    assert (first["labels"].tolist(), second["labels"].tolist()) == ([1, 2, 3, 4], [5, 6, 7, 8])
 
 
 @quick

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lf.data.files as files_module
-from lf.data.config import TextData
+from lf.data.config import Mixture, TextData, Weighted
 from lf.data.files import TextFile, file_digests, find_files, read_documents
 from lf.data.source import open_data, texts
+from lf.data.split import check_split
+from lf.data.text import TextRows
 from tests.data_tools import byte_tokenizer, context, documents_of, epoch_rows, open_text, write
 
 TEXTS = ["one", "two\nlines", "three é 漢 \u2028 inside", "four"]
@@ -58,6 +60,7 @@ def test_json_lines_in_every_dress_hold_the_same_documents(tmp_path: Path, name:
         "rows": len(rows),
         "vocab": 257,
         "length": 8,
+        "content": rows.content,
     }
 
 
@@ -139,10 +142,11 @@ def test_any_text_comes_through_json_lines(tmp_path_factory: pytest.TempPathFact
             r"a\.jsonl:2: .*half a surrogate pair \(\\ud83d, char.* 2\)",
         ),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}', r"a\.jsonl:2: byte 11 of the line, 0xff, is not UTF-8"),
+        ("a.jsonl", '{"text": "ok"}\n{"text": "a", "n": ' + "9" * 5000 + "}", r"a\.jsonl:2: JSON that cannot be read"),
         ("a.jsonl", b"", r"a\.jsonl: the file holds no text"),
         ("a.jsonl", b"\n \r\n", r"a\.jsonl: the file holds no text"),
         ("a.jsonl", codecs.BOM_UTF8, r"a\.jsonl: the file holds no text"),
-        ("a.jsonl", '{"text": ""}', "every document of the 1 files is empty"),
+        ("a.jsonl", '{"text": ""}', "no document of the 1 files has a token"),
         ("a.jsonl.gz", jsonl(TEXTS), r"a\.jsonl\.gz: cannot be read as \.jsonl\.gz"),
         ("a.jsonl.gz", gzip.compress(jsonl(TEXTS * 50).encode())[:-20], r"a\.jsonl\.gz: cannot be read as"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz: the file holds no text"),
@@ -205,6 +209,14 @@ def test_missing_paths_and_empty_folders_are_refused(tmp_path: Path) -> None:
         open_text(tmp_path, tmp_path / "empty")
 
 
+def test_a_file_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "in" / "a.txt", "a")
+    (tmp_path / "link").symlink_to(path.parent)
+    for paths in ((path, path), (path.parent, path), (path, tmp_path / "link")):
+        with pytest.raises(ValueError, match=r"data\.paths\[1\] = .* holds .*a\.txt, which paths\[0\] = .* holds too"):
+            open_text(tmp_path, *paths)
+
+
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "a")
     with pytest.raises(ValueError, match=r"eval\.data is text, which needs a tokenizer"):
@@ -229,13 +241,50 @@ def test_the_split_parts_documents_by_their_bytes(tmp_path: Path) -> None:
     assert set(documents_of(open_text(tmp_path, more, part="held_out", held_out=0.2))) > set(sides["held_out"])
 
 
+def test_documents_without_a_token_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(["one", "?", "two"]))
+    deaf = attrs.evolve(byte_tokenizer(), encode_batch=lambda texts: [list(t.replace("?", "").encode()) for t in texts])
+    rows = open_data(TextData(paths=(str(path),), seq_len=4), context(tmp_path, tokenizer=deaf))
+    assert isinstance(rows, TextRows)
+    assert documents_of(rows) == ["one", "two"]
+    assert rows.origins[:, 1].tolist() == [1, 3]
+
+
 def test_an_empty_side_of_the_split_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "a")
-    for part, share in (("held_out", 0.0), ("train", 1.0)):
-        with pytest.raises(
-            ValueError, match=rf"data\.part = '{part}' with held_out = {share} leaves none of the 1 doc"
-        ):
+    for part, share, said in (
+        ("held_out", 0.0, "nothing is held out; set data.held_out between 0 and 1"),
+        ("train", 1.0, "everything is held out, and nothing left to train on"),
+        ("held_out", 1e-9, "leaves none of the 1 documents"),
+    ):
+        with pytest.raises(ValueError, match=rf"data\.part = '{part}' with held_out = {share}:? {said}"):
             open_text(tmp_path, path, part=part, held_out=share)
+    for share in (1.5, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="held_out"):
+            TextData(paths=(str(path),), held_out=share)
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "in" / "a.txt", "a"), write(tmp_path / "b.txt", "b")
+    folder = TextData(paths=(str(path.parent),), part="train", held_out=0.1)
+    file = TextData(paths=(str(path),), part="held_out", held_out=0.1)
+    elsewhere = attrs.evolve(folder, paths=(str(other),), part="all")
+
+    def mixed(cfg: TextData) -> Mixture:
+        return Mixture(parts=(Weighted(data=elsewhere), Weighted(data=Mixture(parts=(Weighted(data=cfg),)))))
+
+    check_split(folder, None)
+    check_split(folder, file)
+    check_split(folder, attrs.evolve(folder, held_out=0.5))
+    check_split(elsewhere, attrs.evolve(file, held_out=0.5))
+    check_split(mixed(folder), mixed(file))
+    for wrong in (attrs.evolve(folder, held_out=0.3), attrs.evolve(folder, part="all"), attrs.evolve(file)):
+        with pytest.raises(ValueError, match=rf"^data has part .* both read {path}: .* Set data\.part to 'train'"):
+            check_split(wrong, file)
+        with pytest.raises(
+            ValueError, match=r"data\.parts\[1\]\.data\.parts\[0\]\.data has .*, and eval\.data\.parts\[1\]"
+        ):
+            check_split(mixed(wrong), mixed(file))
 
 
 # The cache
@@ -283,6 +332,31 @@ def test_digests_are_cached_only_for_files_that_settled(tmp_path: Path, monkeypa
     assert file_digests(files, tmp_path) == fresh
     monkeypatch.setattr(files_module, "_hash_all", lambda files: pytest.fail("hashed again"))
     assert file_digests(files, tmp_path) == fresh
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(TEXTS))
+
+    def encode(batch: Any) -> list[list[int]]:
+        write(path, jsonl([*TEXTS[:-1], "other"]))
+        return byte_tokenizer().encode_batch(batch)
+
+    cfg = TextData(paths=(str(path),))
+    with pytest.raises(ValueError, match="data: a file changed while it was read"):
+        open_data(cfg, context(tmp_path, tokenizer=attrs.evolve(byte_tokenizer(), encode_batch=encode)))
+    assert not list(tmp_path.glob("cache/tokens/*/meta.json"))
+    assert documents_of(open_text(tmp_path, path)) == [*TEXTS[:-1], "other"]
+
+
+def test_ids_that_changed_on_the_disk_are_made_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(TEXTS))
+    open_text(tmp_path, path)
+    (file,) = tmp_path.glob("cache/tokens/*/tokens.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert documents_of(open_text(tmp_path, path)) == TEXTS
+    (meta,) = tmp_path.glob("cache/tokens/*/meta.json")
+    meta.write_text(meta.read_text().replace('"uint16"', "16"))
+    assert documents_of(open_text(tmp_path, path)) == TEXTS
 
 
 @pytest.mark.parametrize("broken", ["meta.json", "tokens.bin", "offsets.npy"])

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -81,6 +82,16 @@ BROKEN_FILES = {
     "unknown dtype": (edit_header(lambda header: header["d"].update(dtype="F4")), "d has the unknown dtype 'F4'"),
     "overlap": (edit_header(lambda header: header["d"].update(data_offsets=[40, 88])), "d overlaps the tensor before"),
     "gap": (edit_header(lambda header: header["d"].update(data_offsets=[52, 100])), "d leaves a gap before it"),
+    "metadata of numbers": (
+        edit_header(lambda header: header.update(__metadata__={"a": 1})),
+        "is no object of strings",
+    ),
+    "metadata in a list": (edit_header(lambda header: header.update(__metadata__=["a"])), "is no object of strings"),
+    "nested without end": (edit_header(lambda header: b"[" * 100_000), "has a broken header"),
+    "half a surrogate pair": (
+        edit_header(lambda header: header.update(__metadata__={"a": "\ud800"})),
+        "not safetensors",
+    ),
     "wrong extent": (
         edit_header(lambda header: header["d"].update(shape=[3, 3])),
         r"d of shape \[3, 3\] and dtype F32 needs 36 bytes, its header gives it 48",
@@ -500,3 +511,77 @@ def test_a_stored_source_is_replaced_as_a_whole(tmp_path):
     loaded = load_source(tmp_path / "source")
     assert (loaded.tensors, loaded.files, loaded.config) == (source.tensors, source.files, source.config)
     assert torch.equal(loaded.carried.read("c"), source.carried.read("c"))
+
+
+def stored(path: Path) -> tuple[Path, dict]:
+    """A stored source, and its record."""
+    two_shards(path / "m")
+    (path / "m" / "LICENSE").write_text("free")
+    store_source(remember(WeightMap((Carried("*"),)), open_folder(path / "m")), path / "source")
+    return path / "source" / "source.json", json.loads((path / "source" / "source.json").read_text())
+
+
+OUTSIDE = ("../evil.safetensors", "/evil.safetensors", "a/b.safetensors", "a\\b.safetensors", "\0.safetensors")
+BAD_RECORDS = [
+    *((("tensors", 0, "file"), name, r"tensors\[0\]\.file = .* must be the name of a safetensors") for name in OUTSIDE),
+    (("tensors", 1, "file"), "evil.py", r"tensors\[1\]\.file = 'evil.py' must be the name of a safetensors file"),
+    (("tensors", 1, "file"), 3, r"tensors\[1\] = .* must have the strings name"),
+    (("tensors", 1, "carried"), "no", r"tensors\[1\] = .* must have the strings name"),
+    (("tensors", 1, "dtype"), "F33", r"tensors\[1\]\.dtype = 'F33' must be one of BOOL"),
+    (("tensors", 1), 7, r"tensors\[1\] = 7 must have the strings name"),
+    (("tensors",), {"a": 1}, "must be a list"),
+    *(
+        (("stem",), stem, "stem = .* must be model or diffusion_pytorch_model")
+        for stem in ("../m", "", 3, ["model"], None)
+    ),
+    *(
+        (("files",), [name], "files = .* names of text files")
+        for name in ("../../id.txt", "..", "", "/etc/a.txt", "run.sh", 5)
+    ),
+    (("files",), None, "files = None must be"),
+    (("metadata",), {"a": 1}, "metadata = .* must be an object of strings"),
+]
+
+
+@pytest.mark.parametrize(("at", "value", "said"), BAD_RECORDS)
+def test_a_source_from_elsewhere_names_no_other_file(tmp_path, at, value, said):
+    file, record = stored(tmp_path)
+    inner = record
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=said) as caught:
+        load_source(file.parent)
+    assert str(caught.value).startswith(f"{file}: ")
+
+
+def test_a_source_that_lacks_a_key_is_named(tmp_path):
+    file, record = stored(tmp_path)
+    for key in record:
+        file.write_text(json.dumps({name: value for name, value in record.items() if name != key}))
+        with pytest.raises(ValueError, match=f"source.json: {key} = None must be"):
+            load_source(file.parent)
+    file.write_text('{"a": ' + "[" * 99 + "]" * 99 + "}")
+    with pytest.raises(ValueError, match=r"source\.json is nested more than 64 levels deep"):
+        load_source(file.parent)
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"source\.json is not JSON"):
+        load_source(file.parent)
+
+
+@pytest.mark.parametrize("name", ["../evil.json", "", ".", "..", "/evil.json", "a\0b"])
+def test_nothing_is_saved_outside_of_the_folder(tmp_path, name):
+    tensors = [("a", torch.ones(1))]
+    with pytest.raises(ValueError, match="is not the name of a file in a folder"):
+        save_folder(tmp_path / "x" / "m", tensors, config={}, files={name: b"evil"})
+    with pytest.raises(ValueError, match="is not the name of a file in a folder"):
+        save_folder(tmp_path / "x" / "m", tensors, config={}, stem=name)
+    source = remember(WeightMap((Same("a", "a"),)), open_folder(two_shards(tmp_path / "m")))
+    tensors_of = tuple(attrs.evolve(kept, file=name) for kept in source.tensors)
+    with pytest.raises(ValueError, match="is not the name of a file in a folder"):
+        save_folder(tmp_path / "x" / "m", tensors, config={}, source=attrs.evolve(source, tensors=tensors_of))
+    mixed_up = attrs.evolve(source, tensors=(source.tensors[0], source.tensors[-1], *source.tensors[1:-1]))
+    with pytest.raises(ValueError, match="do not stand together"):
+        save_folder(tmp_path / "x" / "m", tensors, config={}, source=mixed_up)
+    assert os.listdir(tmp_path) == ["m"]

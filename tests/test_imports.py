@@ -16,14 +16,18 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lf.config": ("lf.config_json",),
     "lf.config_json": (),
+    "lf.storage": (),
     "lf.devices": ("lf.devices",),
     "lf.terminal": (),
     "lf.kernels": ("lf.kernels", "lf.devices"),
-    "lf.models": ("lf.models", "lf.devices", "lf.kernels"),
+    "lf.models": ("lf.models", "lf.devices", "lf.kernels", "lf.storage"),
     "lf.parallel": ("lf.parallel", "lf.models.spec", "lf.models.layers", "lf.devices"),
     "lf.plan": ("lf.plan", "lf.models.spec", "lf.parallel.config"),
-    "lf.data": ("lf.data", "lf.config", "lf.models.spec", "lf.plan"),
-    "lf.train": ("lf.train", "lf.config", "lf.devices", "lf.kernels", "lf.models", "lf.parallel", "lf.plan", "lf.data"),
+    "lf.data": ("lf.data", "lf.config", "lf.models.spec", "lf.plan", "lf.storage"),
+    "lf.train": (
+        *("lf.train", "lf.config", "lf.devices", "lf.kernels", "lf.models", "lf.parallel", "lf.plan", "lf.data"),
+        "lf.storage",
+    ),
 }
 """Packages of lf, and what of lf each may import. `lf` itself and `lf.launch` stand above all of them.
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lf.train.config import AdamW, Constant, Cosine, Linear, OptimConfig, ScheduleConfig, Sgd, Wsd
-from lf.train.optim import decays, make_optimizer, param_groups, restore_state, state_tensors
+from lf.train.optim import decays, make_optimizer, param_groups, restore_state, start_state, state_tensors
 from lf.train.schedule import check_schedule, factor
 
 
@@ -87,7 +87,12 @@ def test_three_steps_restore_three_steps_is_six_steps(cfg: OptimConfig, fresh: b
 
     second = model()
     after = make_optimizer(cfg, param_groups(second.named_parameters(), cfg))
-    if not fresh:
+    if fresh:
+        groups = [dict(group) for group in after.param_groups]
+        start_state(after)
+        assert after.param_groups == groups
+        assert all(param.grad is None for param in second.parameters())
+    else:
         train(second, after, range(20, 22))
     second.load_state_dict(first.state_dict())
     for name, param in second.named_parameters():
@@ -122,10 +127,18 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     train(module, optimizer, range(1))
     param = module["out"].weight
     state = state_tensors(optimizer, param)
-    with pytest.raises(ValueError, match=r"has \['momentum_buffer'\], but this one keeps \['exp_avg', "):
-        restore_state(optimizer, param, {"momentum_buffer": state["exp_avg"]})
-    with pytest.raises(ValueError, match=r"saved exp_avg has the shape \(6, 5\), but this optimiser keeps \(5, 6\)"):
-        restore_state(optimizer, param, {**state, "exp_avg": state["exp_avg"].T})
+    for wrong, message in (
+        ({"momentum_buffer": state["exp_avg"]}, r"has \['momentum_buffer'\], but this one keeps \['exp_avg', "),
+        ({}, r"has \[\], but this one keeps \['exp_avg', "),
+        ({**state, "exp_avg": state["exp_avg"].T}, r"exp_avg is torch.float32 of shape \(6, 5\), but .* \(5, 6\)"),
+        ({**state, "exp_avg": state["exp_avg"].double()}, r"exp_avg is torch.float64 .* keeps torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            restore_state(optimizer, param, wrong)
+    # A fresh optimiser would take anything, and its kernels read beyond what is too short.
+    unused = make_optimizer(cfg, param_groups(model().named_parameters(), cfg))
+    with pytest.raises(ValueError, match=r"has \['exp_avg', 'exp_avg_sq', 'step'\], but this one keeps \[\]"):
+        restore_state(unused, unused.param_groups[0]["params"][0], state)
     optimizer.state[param]["history"] = [1.0]
     with pytest.raises(ValueError, match=r"keeps history as builtins\.list"):
         state_tensors(optimizer, param)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lf.train.plot import plot_runs, read_curves, smooth
+from scripts.plot import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +65,22 @@ def test_smoothing_is_a_mean_of_neighbours(values: list[float], width: int) -> N
         assert got == pytest.approx(sum(near) / len(near), abs=1e-9) if near else math.isnan(got)
 
 
+NO_METRICS = (
+    *("7", "[]", "null", '"step"', "{}", '{"loss": 1.0}', '{"step": "1"}', '{"step": 1.5}', '{"step": true}'),
+    *('{"step": 1, "loss": "low"}', '{"step": 1, "grad_norm": [1]}', '{"step": 1, "eval_loss": false}'),
+    *('{"step": 1' + "0" * 400 + "}", '{"step": 1, "loss": 1' + "0" * 400 + "}"),
+)
+
+
+def test_what_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    losses = ("1.0", "1e999", "NaN", "-Infinity", "null", "2")
+    text = "".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    values = [value for _, value in read_curves(tmp_path).loss]
+    assert (values[0], values[-1]) == (1.0, 2)
+    assert all(math.isnan(value) for value in values[1:-1])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -71,11 +88,18 @@ def test_smoothing_is_a_mean_of_neighbours(values: list[float], width: int) -> N
         ("", "has no step in it"),
         ('{"step": 1}\n', "has no step in it"),
         ('{"step": 1, "loss": 2.0}\n{oops\n{"step": 2, "loss": 2.0}\n', r"metrics\.jsonl:2 is not JSON"),
+        (b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": "\xff"}\n{"step": 3}\n', r"metrics\.jsonl:2 is not JSON"),
+        ("[" * 100_000 + '\n{"step": 3}\n', r"metrics\.jsonl:1 is not JSON"),
+        *(
+            (line + '\n{"step": 3, "loss": 1.0}\n', r"metrics\.jsonl:1 = .* is no line of metrics")
+            for line in NO_METRICS
+        ),
+        ('{"step": 3, "loss": 1.0}\n[]', r"metrics\.jsonl:2 = '\[\]' is no line of metrics"),
     ],
 )
-def test_nothing_to_draw_is_said(tmp_path: Path, text: str | None, message: str) -> None:
+def test_nothing_to_draw_is_said(tmp_path: Path, text: str | bytes | None, message: str) -> None:
     if text is not None:
-        (tmp_path / "metrics.jsonl").write_text(text)
+        (tmp_path / "metrics.jsonl").write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=message):
         plot_runs([tmp_path / "metrics.jsonl"], tmp_path / "out.png")
     assert not (tmp_path / "out.png").exists()
@@ -85,6 +109,12 @@ def test_matplotlib_missing_names_the_extra(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'lf\[plot\]'"):
         plot_runs([run(tmp_path / "a", 3)], tmp_path / "out.png")
+
+
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main((run(tmp_path / "a", 3),), out=tmp_path / "file" / "loss.png") == 1
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_the_script(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lf.models.hf_folder import open_folder
 from lf.models.hf_save import save_folder
 from lf.models.quantised import quantisation, without_quantisation
-from lf.models.weights import Same, Stack, WeightMap, check, export, read, remember, report, whole
+from lf.models.weights import Carried, Same, Stack, WeightMap, check, export, read, remember, report, whole
 from tests.test_weights import box, counting
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -159,6 +159,35 @@ def test_missing_and_misshapen_factors_are_refused(tmp_path):
         open_folder(folder(tmp_path, {"a.weight": raw}, config))
     with pytest.raises(ValueError, match=r"a\.weight_scale_inv has shape \[2, 1\], which does not fit a\.weight .*300"):
         open_folder(folder(tmp_path, {"a.weight": raw, "a.weight_scale_inv": scales[:2].clone()}, config))
+
+
+@pytest.mark.parametrize("block", [[0, 128], [128, -1], "a", 128, [2.0, 2], [[1], 1], ["a", 1], [], [1, 1, 1], True])
+def test_blocks_that_are_no_sizes_are_refused(tmp_path, block):
+    tensors = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(2, 2)}
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    with pytest.raises(ValueError, match="weight_block_size = ") as caught:
+        open_folder(folder(tmp_path, tensors, config))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("stated", [FP8, "fp8", 8])
+def test_a_config_that_states_fp8_of_plain_weights_is_refused(tmp_path, stated):
+    with pytest.raises(ValueError, match=r"no tensor is float8; delete|quantization_config = .* must be an object"):
+        open_folder(folder(tmp_path, {"a": torch.ones(2)}, {"quantization_config": stated}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.bool, "BOOL"), (torch.complex64, "C64"), (torch.int16, "I16")],
+)
+def test_weights_in_codes_are_refused_without_a_config_that_says_how(tmp_path, kind, code):
+    tensors = {"a": torch.ones(2, 2).to(kind), "b": torch.ones(2, 2).to(torch.float8_e4m3fn), "mask": torch.ones(2) > 0}
+    opened = open_folder(folder(tmp_path, tensors, {}))
+    with pytest.raises(
+        ValueError, match="2 not stored as F64, F32, F16, BF16, I64, I32, so perhaps quantised: "
+    ) as caught:
+        check(WeightMap((Same("a", "a"), Same("b", "b"), Carried("mask"))), opened, {"a": (2, 2), "b": (2, 2)})
+    assert f"a in model.safetensors is {code}, b in model.safetensors is F8_E4M3" in str(caught.value)
 
 
 def test_plain_float8_is_an_ordinary_dtype(tmp_path):

@@ -1,5 +1,6 @@
 """What scripts print, on terminals that know few letters and pipes that nobody reads."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str, encoding: str) -> subprocess.Popen[bytes]:
-    line = [sys.executable, "-c", f"from lf.terminal import say, tolerant\n{code}"]
+    line = [sys.executable, "-c", f"from lf.terminal import end_with_reader, say, tolerant\n{code}"]
     env = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
     return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -25,6 +26,15 @@ def test_a_reader_that_goes_away_stops_nothing() -> None:
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=60) == 7
+    assert process.stderr.read() == b""
+
+
+def test_a_filter_ends_with_its_reader() -> None:
+    process = python("end_with_reader()\nfor i in range(100000): print('x' * 99)", "utf-8")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == -signal.SIGPIPE
     assert process.stderr.read() == b""
 
 

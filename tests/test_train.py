@@ -17,7 +17,7 @@ from lf.models.spec import fake_text_batch
 from lf.models.toy import Toy
 from lf.train import checkpoint
 from lf.train.loop import train
-from lf.train.run import open_job
+from lf.train.run import cache_dir, open_job
 from lf.train.step import NonFiniteError
 from tests.cases import DENSE
 from tests.workers import Workers
@@ -193,6 +193,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(workers: Workers, cor
         ({"parallel": lf.MegatronParallel(tp=2)}, "parallel.tp * cp * pp = 2"),
         ({"model": Toy(vocab=300), "parallel": lf.TorchParallel(), "precision": BF16}, "precision.params"),
         ({"model": attrs.evolve(DENSE, vocab=299)}, "model.vocab >= 300"),
+        ({"model": Toy(vocab=299), "parallel": lf.TorchParallel()}, "model.vocab = 299, but the data has token id 299"),
         ({"model": attrs.evolve(DENSE, vocab=300, max_length=31)}, "max_length"),
         ({"tokenizer": None}, "tokenizer"),
         ({"model": None}, "model"),
@@ -208,6 +209,13 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     assert text.startswith("ValueError")
     assert expected in text
     assert not (tmp_path / "run").exists()
+
+
+def test_held_out_text_that_would_be_trained_on_is_refused(workers: Workers, corpus: Path, tmp_path: Path) -> None:
+    run = small_run(corpus)
+    wider = attrs.evolve(run, data=attrs.evolve(run.data, held_out=0.1))
+    (text,) = workers.run(1, refusal, wider, tmp_path / "run", tmp_path)
+    assert "data has part = 'train' and held_out = 0.1, and eval.data has part = 'held_out' and held_out = 0.2" in text
 
 
 def logits_of(folder: Path) -> Any:
@@ -301,6 +309,16 @@ def masked() -> str:
 def test_held_out_data_without_a_trained_position_is_an_error(workers: Workers) -> None:
     (text,) = workers.run(1, masked)
     assert "no position to score" in text
+
+
+def test_an_empty_cache_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = Path("~/.cache/lf").expanduser()
+    for value, expected in (("", default), ("/elsewhere", Path("/elsewhere/lf")), (None, default)):
+        if value is None:
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        else:
+            monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert cache_dir() == expected
 
 
 def test_unequal_batches_are_filled_with_rows_of_no_weight(workers: Workers, corpus: Path, tmp_path: Path) -> None:

@@ -373,6 +373,18 @@ def test_export_asks_for_each_tensor_once_and_follows_training(tmp_path):
     assert {tensor.dtype for _, tensor in export(weights, get, source, dtype=torch.bfloat16)} == {torch.bfloat16}
 
 
+def test_values_that_the_stored_dtype_cannot_hold_are_not_exported(tmp_path):
+    weights = WeightMap((Same("a", "hf.a"), Same("b", "hf.b")))
+    source = remember(weights, folder_of(tmp_path, {"hf.a": torch.ones(2).half(), "hf.b": torch.ones(2).half()}))
+    values = {"a": torch.tensor([65504.0, -1.0]), "b": torch.tensor([1.0, -7e4])}
+    exported = export(weights, values.__getitem__, source)
+    assert torch.equal(next(exported)[1], values["a"].half())
+    with pytest.raises(ValueError, match=r"hf\.b has values up to 7e\+04, and torch\.float16.* ends at 6\.55e\+04"):
+        next(exported)
+    values["b"] = torch.tensor([torch.inf, 1.0])  # Which the weights are, whatever holds them.
+    assert dict(export(weights, values.__getitem__, source))["hf.b"].isinf().any()
+
+
 def test_export_refuses_the_source_of_another_model(tmp_path):
     source = remember(
         WeightMap((Same("a", "x"), Same("b", "y"))), folder_of(tmp_path, {"x": torch.ones(1), "y": torch.ones(1)})

@@ -1,17 +1,16 @@
 """Folders that are built once and then only read, however many processes want them at the same moment."""
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lf.storage import locked, sync
 
 _META = "meta.json"
 
@@ -24,16 +23,20 @@ def key_of(*parts: Any) -> str:
 def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the facts that `build` returned for `folder`, building it first where it is missing or broken.
 
-    `build` fills an empty temporary folder. Its facts (JSON) and the sizes of its files go into `meta.json`, and one
-    rename makes it `folder`. Processes of one host wait for each other on a file lock, which the kernel drops when its
-    holder dies. Hosts that share the disk but not the lock each build, and the first rename wins. A killed build leaves
-    nothing that counts as complete.
+    `build` fills an empty temporary folder. Its facts (JSON) and the sha256 of its files go into `meta.json`, and one
+    rename makes it `folder`. Every call reads the files once to compare them, a second or two for each GB: a byte that
+    changed on the disk is found here, and not trained on. Processes of one host wait for each other on a file lock,
+    which the kernel drops when its holder dies. Hosts that share the disk but not the lock each build, and the first
+    rename wins. A killed build leaves nothing that counts as complete.
     """
     meta = _read_meta(folder)
     if meta is not None:
         return meta
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(f"{folder.name}.lock")):
+    lock = folder.with_name(f"{folder.name}.lock")
+    with locked(lock, wait=True) as held:
+        if not held:
+            raise ValueError(f"{lock}: the file system gives no file locks; put the cache on one that does")
         meta = _read_meta(folder)
         return _build(folder, build) if meta is None else meta
 
@@ -46,29 +49,38 @@ def _build(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str
     temporary = folder.with_name(prefix + uuid.uuid4().hex)
     temporary.mkdir()
     try:
-        meta = {"facts": build(temporary), "files": {path.name: path.stat().st_size for path in temporary.iterdir()}}
+        facts = dict(build(temporary))
+        files = {path.name: _sha256(path) for path in temporary.iterdir()}
+        meta = {"facts": facts, "files": files, "sha256": key_of(facts, files)}
         (temporary / _META).write_text(json.dumps(meta), encoding="utf-8")
         for path in temporary.iterdir():
-            _sync(path)
+            sync(path)
         _rename(temporary, folder)
     except OSError as error:
         error.add_note(f"while building the cache folder {folder}")
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    facts = _read_meta(folder)
-    assert facts is not None, folder
-    return facts
+    made = _read_meta(folder)
+    if made is None:
+        raise ValueError(f"{folder}: the files do not hold what was just written to them; check the disk that it is on")
+    return made
 
 
 def _read_meta(folder: Path) -> dict[str, Any] | None:
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        if all((folder / name).stat().st_size == size for name, size in meta["files"].items()):
-            return dict(meta["facts"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        facts, files = meta["facts"], meta["files"]
+        if key_of(facts, files) == meta["sha256"] and all(_sha256(folder / name) == files[name] for name in files):
+            return dict(facts)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _rename(temporary: Path, folder: Path) -> None:
@@ -81,24 +93,4 @@ def _rename(temporary: Path, folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or _read_meta(folder) is None:
             raise
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise ValueError(
-                f"{path}: the file system gives no file locks ({error}); put the cache on one that does"
-            ) from error
-        yield
+    sync(folder.parent)

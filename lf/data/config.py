@@ -13,10 +13,10 @@ class DataConfig:
 
 @attrs.frozen(kw_only=True)
 class TextData(DataConfig):
-    """Documents of text, packed into rows of one length."""
+    """Documents of text, packed into rows of one length. The end-of-text token follows each; none stands before it."""
 
     paths: tuple[str, ...] = attrs.field(validator=min_len(1))
-    """Files or folders; folders are searched for the suffixes below, in sorted order."""
+    """Files or folders; folders are searched for the suffixes below, in sorted order. No file may be there twice."""
     suffixes: tuple[str, ...] = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
     """Suffixes of the files that a folder is searched for; anything but jsonl and parquet is one document a file."""
     exclude: tuple[str, ...] = ()
@@ -125,7 +125,11 @@ class TokenizerConfig:
 
 @attrs.frozen(kw_only=True)
 class HfTokenizer(TokenizerConfig):
-    """A Hugging Face tokenizer folder, or a `tokenizer.json`."""
+    """A Hugging Face tokenizer folder, or a `tokenizer.json`.
+
+    What its own template adds to a text is left out: packed documents, and the prompts of `generate.py`, have no
+    begin-of-text token in front (Llama's `<|begin_of_text|>`); the end-of-text token alone parts them.
+    """
 
     path: str
     """The folder or file."""

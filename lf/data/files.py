@@ -63,17 +63,27 @@ def find_files(cfg: TextData, where: str) -> tuple[TextFile, ...]:
     """Returns the files of a text source, in the order of `cfg.paths` and sorted within each folder.
 
     Hidden files, hidden folders and `__pycache__` are skipped. Linked folders are entered, unless they lead back to a
-    folder above. `where` names the config in errors.
+    folder above. A file that two of the paths lead to is an error, as it would count twice. `where` names the config in
+    errors.
     """
     files: list[TextFile] = []
+    owners: dict[Path, int] = {}
     for at, text in enumerate(cfg.paths):
         path = Path(text).expanduser()
         if text and path.is_dir():
-            files += _search(cfg, path, f"{where}.paths[{at}]")
+            found = _search(cfg, path, f"{where}.paths[{at}]")
         elif text and path.is_file():
-            files.append(TextFile(path=path, name=path.name, listed=True))
+            found = [TextFile(path=path, name=path.name, listed=True)]
         else:
             raise ValueError(f"{where}.paths[{at}] = {text!r} is neither a file nor a folder; give a path that exists")
+        for file in found:
+            if owners.setdefault(file.path.resolve(), at) != at:
+                first = owners[file.path.resolve()]
+                raise ValueError(
+                    f"{where}.paths[{at}] = {text!r} holds {file.path}, which paths[{first}] = {cfg.paths[first]!r} "
+                    "holds too; leave one out, or weigh the sources with a Mixture"
+                )
+        files += found
     return tuple(files)
 
 
@@ -179,14 +189,17 @@ def _json_lines(file: TextFile, field: str) -> Iterator[tuple[int, str]]:
 
 def _json_text(line: bytes, path: Path, number: int, field: str) -> str:
     where = f"{path}:{number}"
+    decoded = _decode(line, str(path), number)
     try:
-        value = json.loads(_decode(line, str(path), number))
+        value = json.loads(decoded)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{where}: not JSON ({error.msg}, character {error.pos + 1}); every line must be one JSON object"
         ) from error
     except RecursionError as error:
         raise ValueError(f"{where}: JSON nested too deeply to be read; flatten the line") from error
+    except ValueError as error:  # An integer of thousands of digits.
+        raise ValueError(f"{where}: JSON that cannot be read ({error}); repair or drop the line") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a JSON {type(value).__name__}; every line must be one JSON object")
     if field not in value:

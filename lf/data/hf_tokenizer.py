@@ -95,7 +95,7 @@ def _eos(file: Path, token_to_id: Callable[[str], int | None], vocab: int) -> in
             ids = config["text_config"].get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         if first is not None:
-            if not isinstance(first, int) or not 0 <= first < vocab:
+            if type(first) is not int or not 0 <= first < vocab:
                 raise ValueError(f"{file.with_name(name)}: eos_token_id = {ids!r} is not an id below {vocab} of {file}")
             return first
     raise ValueError(
@@ -108,7 +108,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file}: a JSON {type(value).__name__}, not an object; fetch it again")

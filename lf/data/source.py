@@ -18,6 +18,7 @@ from lf.data.hf_tokenizer import Tokenizer
 from lf.data.lerobot import LeRobotRows, fit_rows, open_lerobot
 from lf.data.normalise import Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
+from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
 
 _COMMON = ("vocab", "length", "cameras", "state_dim", "action_dim", "chunk")
@@ -74,13 +75,13 @@ class Texts:
 @functools.singledispatch
 def open_data(cfg: DataConfig, ctx: DataCtx) -> Rows:
     """Returns the rows of a source; raises ValueError with file and line where its content is no good."""
-    raise _no_rule("open_data", cfg)
+    raise no_rule(open_data, cfg)
 
 
 @functools.singledispatch
 def texts(cfg: DataConfig, ctx: DataCtx) -> Texts:
     """Returns the texts of a source, which a tokenizer may be trained on."""
-    raise _no_rule("texts", cfg)
+    raise no_rule(texts, cfg)
 
 
 def locate(rows: Sized, k: int) -> tuple[int, int]:
@@ -211,10 +212,3 @@ def _(cfg: Mixture, ctx: DataCtx) -> Texts:
 
 def _part_ctx(ctx: DataCtx, at: int) -> DataCtx:
     return attrs.evolve(ctx, seed=hash_keys(ctx.seed, at), path=f"{ctx.path}.parts[{at}].data")
-
-
-def _no_rule(question: str, cfg: object) -> NotImplementedError:
-    name = f"{type(cfg).__module__}.{type(cfg).__qualname__}"
-    return NotImplementedError(
-        f"{question} has no rule for {name}; add one with @{question}.register in the file that defines it"
-    )

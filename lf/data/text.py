@@ -19,7 +19,7 @@ from lf.data.files import Document, TextFile, file_digests, find_files, read_doc
 from lf.data.hf_tokenizer import Tokenizer
 from lf.plan.packing import EpochPlan, pack_row, pieces, plan_epoch, row_count
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH_CHARACTERS = 4_000_000
 _BATCH_DOCUMENTS = 1024
 
@@ -99,13 +99,27 @@ def open_text(cfg: TextData, *, tokenizer: Tokenizer | None, seed: int, cache_di
     """Returns the rows of a text source, tokenising it first unless `cache_dir` holds it already.
 
     The cache is keyed by the bytes of the files and by the tokenizer; the length of rows and the split are not part of
-    it. `where` names the config in errors.
+    it. Documents without a token are left out. `where` names the config in errors.
     """
     if tokenizer is None:
         raise ValueError(f"{where} is text, which needs a tokenizer; set tokenizer to TrainedBpe() or HfTokenizer(...)")
+    if (cfg.part, cfg.held_out) in (("held_out", 0.0), ("train", 1.0)):
+        what = (
+            "nothing is held out" if cfg.part == "held_out" else "everything is held out, and nothing left to train on"
+        )
+        raise ValueError(
+            f"{where}.part = {cfg.part!r} with held_out = {cfg.held_out}: {what}; set {where}.held_out between 0 and 1"
+        )
     files = find_files(cfg, where)
-    folder = cache_dir / "tokens" / key_of(text_key(cfg, files, cache_dir), tokenizer.fingerprint, tokenizer.eos)
-    facts = build_once(folder, lambda temporary: _tokenise(temporary, files, cfg, tokenizer, where))
+    content = text_key(cfg, files, cache_dir)
+
+    def build(temporary: Path) -> dict[str, Any]:
+        made = _tokenise(temporary, files, cfg, tokenizer, where)
+        check_unchanged(content, text_key(cfg, files, cache_dir), where)
+        return made
+
+    folder = cache_dir / "tokens" / key_of(content, tokenizer.fingerprint, tokenizer.eos)
+    facts = build_once(folder, build)
     offsets = np.load(folder / "offsets.npy", mmap_mode="r")
     chosen = np.flatnonzero(on_side(np.load(folder / "hashes.npy", mmap_mode="r"), cfg))
     if not len(chosen):
@@ -137,6 +151,15 @@ def text_key(cfg: TextData, files: Sequence[TextFile], cache_dir: Path) -> str:
     return key_of(_FORMAT, cfg.field, kinds, file_digests(files, cache_dir))
 
 
+def check_unchanged(before: str, after: str, where: str) -> None:
+    """Raises ValueError unless two `text_key`, from before and after the files were read, are the same."""
+    if before != after:
+        raise ValueError(
+            f"{where}: a file changed while it was read, so what was read is no one version of it; start again when "
+            "nothing writes to the files"
+        )
+
+
 def read_texts(cfg: TextData, files: Sequence[TextFile]) -> Iterator[str]:
     """Yields the texts of the documents on the side of the split that `cfg.part` names."""
     for document in read_documents(files, cfg.field):
@@ -159,6 +182,8 @@ def _tokenise(
         for batch in _batches(read_documents(files, cfg.field)):
             encoded = tokenizer.encode_batch([document.text for document in batch])
             for document, ids in zip(batch, encoded, strict=True):
+                if not ids:
+                    continue  # Nothing follows its end-of-text token inside the document, so there is nothing to learn.
                 row = np.array([*ids, tokenizer.eos], dtype)
                 out.write(row.tobytes())
                 offsets.append(offsets[-1] + len(row))
@@ -166,7 +191,7 @@ def _tokenise(
                 origins.extend((document.file, document.line))
                 largest = max(largest, int(row.max()))
     if not hashes:
-        raise ValueError(f"{where}.paths = {cfg.paths}: every document of the {len(files)} files is empty; give text")
+        raise ValueError(f"{where}.paths = {cfg.paths}: no document of the {len(files)} files has a token; give text")
     np.save(folder / "offsets.npy", np.frombuffer(offsets, np.int64))
     np.save(folder / "hashes.npy", np.frombuffer(hashes, np.uint64))
     np.save(folder / "origins.npy", np.frombuffer(origins, np.int64).reshape(-1, 2))

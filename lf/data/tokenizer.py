@@ -10,6 +10,8 @@ from lf.data.cache import build_once, key_of
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig, TrainedBpe
 from lf.data.hf_tokenizer import Tokenizer, read_tokenizer
 from lf.data.source import DataCtx, texts
+from lf.data.text import check_unchanged
+from lf.models.spec import no_rule
 
 END_OF_TEXT = "<|endoftext|>"
 """The one special token of a trained tokenizer."""
@@ -21,10 +23,7 @@ _PIECE_BYTES = 4096
 @functools.singledispatch
 def open_tokenizer(cfg: TokenizerConfig, data: DataConfig, ctx: DataCtx) -> Tokenizer:
     """Returns the tokenizer of a config; `data` is the run's training data, which it may learn from."""
-    raise NotImplementedError(
-        f"open_tokenizer has no rule for {type(cfg).__module__}.{type(cfg).__qualname__}; add one with "
-        "@open_tokenizer.register in the file that defines it"
-    )
+    raise no_rule(open_tokenizer, cfg)
 
 
 @open_tokenizer.register
@@ -35,8 +34,15 @@ def _(cfg: HfTokenizer, data: DataConfig, ctx: DataCtx) -> Tokenizer:
 @open_tokenizer.register
 def _(cfg: TrainedBpe, data: DataConfig, ctx: DataCtx) -> Tokenizer:
     source = texts(data, ctx)
-    folder = ctx.cache_dir / "tokenizers" / key_of(_FORMAT, cfg.vocab, cfg.sample_bytes, source.key())
-    build_once(folder, lambda temporary: _train(temporary, cfg, source.read))
+    content = source.key()
+
+    def build(temporary: Path) -> Mapping[str, Any]:
+        made = _train(temporary, cfg, source.read)
+        check_unchanged(content, source.key(), ctx.path)
+        return made
+
+    folder = ctx.cache_dir / "tokenizers" / key_of(_FORMAT, cfg.vocab, cfg.sample_bytes, content)
+    build_once(folder, build)
     return read_tokenizer(folder)
 
 

@@ -235,7 +235,7 @@ def _(cfg: DecoderConfig, output: spec.Output, batch: spec.Batch) -> dict[str, T
 
 @spec.collate.register
 def _(cfg: DecoderConfig, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
-    return spec.text_batch(rows, like)
+    return spec.text_batch(rows, like, cfg.vocab)
 
 
 @spec.fake_batch.register

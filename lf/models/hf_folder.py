@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lf.models import quantised
@@ -46,6 +46,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _CURE = "copy or download the folder again"
+_DEEPEST = 64
 
 
 @attrs.frozen(kw_only=True)
@@ -166,19 +167,42 @@ def open_folder(path: str | Path, *, stems: Sequence[str] = STEMS) -> HfFolder:
         config=config,
         config_bytes=config_bytes,
         quantisation=quantisation,
-        handles={file: safe_open(path / file, "pt") for file in files},
+        handles={file: _open_file(path / file) for file in files},
     )
+
+
+def _open_file(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not safetensors ({error}): {_CURE}") from error
 
 
 def parse_config(file: Path, content: bytes) -> dict[str, Any]:
     """Returns the JSON object that `file` holds, given its content. Raises ValueError naming the file."""
     try:
         config = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}): {_CURE}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds a {type(config).__name__}, a JSON object is expected: {_CURE}")
+    level: list[Any] = [config]
+    for _ in range(_DEEPEST):
+        level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        level = [item for item in level if isinstance(item, (dict, list))]
+    if level:
+        raise ValueError(f"{file} is nested more than {_DEEPEST} levels deep, which no such file is: {_CURE}")
     return config
+
+
+def is_file_name(name: object) -> bool:
+    """Returns whether a value is the name of a file in a folder, which leads nowhere else when it is joined to one."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def is_tensor_file(name: object) -> bool:
+    """Returns whether a value is the name of a safetensors file in a folder. Published indexes take any such name."""
+    return is_file_name(name) and str(name).endswith(".safetensors")
 
 
 def is_weight_file(name: str, stems: Sequence[str] = STEMS) -> bool:
@@ -236,7 +260,7 @@ def _read_index(file: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{file} has no weight_map, an object from tensor to shard: {_CURE}")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if not is_tensor_file(shard):
             raise ValueError(
                 f"{file} puts {name} into {shard!r}, which is not a safetensors file of the folder: {_CURE}"
             )
@@ -271,8 +295,10 @@ def _read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     try:
         header = json.loads(raw, object_pairs_hook=_unique)
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("__metadata__ is no object of strings")
         spans = sorted(_span(name, **entry) for name, entry in header.items())
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} has a broken header ({error}): {_CURE}") from error
     at = 0
     for begin, end, name, dtype, shape in spans:

@@ -6,7 +6,6 @@ A folder is written beside its place, synced to disk and renamed: until then an 
 import contextlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,17 @@ import torch
 from torch import Tensor
 
 from lf.models import quantised
-from lf.models.hf_folder import DTYPES, STEMS, HfFolder, is_weight_file, open_folder, parse_config
+from lf.models.hf_folder import (
+    DTYPES,
+    STEMS,
+    HfFolder,
+    is_file_name,
+    is_tensor_file,
+    is_weight_file,
+    open_folder,
+    parse_config,
+)
+from lf.storage import flush, sync
 
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 """safetensors' name of each dtype."""
@@ -81,7 +90,11 @@ def source_of(folder: HfFolder, carried: Collection[str]) -> Source:
             for name in folder.names
         ),
         config=_json(quantised.without_quantisation(folder.config)) if scales else folder.config_bytes,
-        files=tuple((file.name, file.read_bytes()) for file in sorted(folder.path.iterdir()) if _is_asset(file)),
+        files=tuple(
+            (file.name, file.read_bytes())
+            for file in sorted(folder.path.iterdir())
+            if _is_asset(file.name) and file.is_file()
+        ),
         carried=folder if carried else None,
     )
 
@@ -102,7 +115,7 @@ def store_source(source: Source, path: str | Path) -> None:
         (folder / "files").mkdir()
         for name, content in [("config.json", source.config), *source.files]:
             _write_bytes(folder / "files" / name, content)
-        _sync(folder / "files")
+        sync(folder / "files")
         if source.carried is not None:
             values = source.carried
             carried = ((kept.name, values.read(kept.name).to(DTYPES[kept.dtype])) for kept in _carried(source))
@@ -110,10 +123,15 @@ def store_source(source: Source, path: str | Path) -> None:
 
 
 def load_source(path: str | Path) -> Source:
-    """Returns a source that `store_source` wrote."""
+    """Returns a source that `store_source` wrote.
+
+    Raises ValueError for a record that it cannot have written: a folder that came from elsewhere may name any file.
+    """
     path = Path(path)
     file = path / "source.json"
     record = parse_config(file, file.read_bytes())
+    for fault in _faults(record):
+        raise ValueError(f"{file}: {fault}; import the Hugging Face folder again")
     files = path / "files"
     source = Source(
         stem=record["stem"],
@@ -143,9 +161,10 @@ def save_folder(
     otherwise a shard has at most `max_shard_bytes` bytes, or one tensor. `files` are written beside `config.json`,
     which is left out when `config` is empty bytes.
     The folder appears, or replaces an older one, only when it is complete: on any error the older one is as it was.
-    `tensors` may be read from the folder that is replaced. Raises ValueError as `check_target` does and for a name
-    that comes twice, OSError when the disk is full.
+    `tensors` may be read from the folder that is replaced. Raises ValueError as `check_target` does, for a name that
+    comes twice and for a file that would lie elsewhere, OSError when the disk is full.
     """
+    _check_names(files, source, stem)
     with new_folder(Path(path), files) as folder:
         if config != b"":
             _write_bytes(folder / "config.json", config if isinstance(config, bytes) else _json(config))
@@ -196,7 +215,7 @@ def new_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        _sync(partial)
+        sync(partial)
         if path.exists():
             path.rename(old)
         try:
@@ -205,7 +224,7 @@ def new_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -235,8 +254,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         stream.write(len(raw).to_bytes(8, "little") + raw)
         for name in names:
             stream.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
+        flush(stream)
 
 
 def _once(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -312,16 +330,7 @@ def _write_index(folder: Path, stem: str, index: Mapping[str, str], total: int) 
 def _write_bytes(file: Path, content: bytes) -> None:
     with file.open("wb") as stream:
         stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(stream)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -336,11 +345,43 @@ def _carried(source: Source) -> list[Kept]:
     return [kept for kept in source.tensors if kept.carried]
 
 
-def _is_asset(file: Path) -> bool:
-    if (
-        file.name in ("config.json", "report.json")
-        or file.name.endswith(".safetensors.index.json")
-        or not file.is_file()
-    ):
+def _is_asset(name: object) -> bool:
+    if not is_file_name(name) or name in ("config.json", "report.json") or is_weight_file(str(name)):
         return False
-    return file.suffix in _ASSETS or file.stem in _NOTICES
+    file = Path(str(name))
+    return (file.suffix in _ASSETS or file.stem in _NOTICES) and not file.name.endswith(".safetensors.index.json")
+
+
+def _faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the content of a source.json; names in it become paths."""
+    stem, metadata, tensors, files = (record.get(key) for key in ("stem", "metadata", "tensors", "files"))
+    if stem not in STEMS:
+        yield f"stem = {stem!r:.80} must be {' or '.join(STEMS)}"
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        yield f"metadata = {metadata!r:.80} must be an object of strings"
+    if not isinstance(files, list) or not all(map(_is_asset, files)):
+        yield f"files = {files!r:.80} must be a list of names of text files"
+    if not isinstance(tensors, list):
+        yield f"tensors = {tensors!r:.80} must be a list"
+        return
+    kinds = {"name": str, "dtype": str, "file": str, "carried": bool}
+    for at, kept in enumerate(tensors):
+        if not isinstance(kept, dict) or {key: type(value) for key, value in kept.items()} != kinds:
+            yield f"tensors[{at}] = {kept!r:.80} must have the strings name, dtype and file, and carried"
+        elif not is_tensor_file(kept["file"]):
+            yield f"tensors[{at}].file = {kept['file']!r} must be the name of a safetensors file"
+        elif kept["dtype"] not in DTYPES:
+            yield f"tensors[{at}].dtype = {kept['dtype']!r} must be one of {', '.join(DTYPES)}"
+
+
+def _check_names(files: Collection[str], source: Source | None, stem: str) -> None:
+    """Raises ValueError where a name of what is to be saved is not that of a file in the folder."""
+    shards = [] if source is None else [kept.file for kept in source.tensors]
+    wrong = [name for name in files if not is_file_name(name)]
+    wrong += [name for name in shards if not is_tensor_file(name)]
+    wrong += [stem for stem in (stem, source.stem if source else stem) if not is_file_name(stem)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is to be saved, and is not the name of a file in a folder; give a plain name")
+    order = [file for file, _ in itertools.groupby(shards)]
+    if len(set(order)) < len(order):
+        raise ValueError("the tensors of a file do not stand together in the source; it would be written twice")

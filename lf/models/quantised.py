@@ -50,8 +50,8 @@ class Quantisation:
 def quantisation(config: Mapping[str, Any], shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> Quantisation:
     """Returns how the tensors of a folder are quantised.
 
-    `dtypes` are safetensors codes (`F8_E4M3`). Raises ValueError for a quantisation that is not FP8, a float8 tensor
-    without factors, and factors whose shape does not fit.
+    `dtypes` are safetensors codes (`F8_E4M3`). Raises ValueError for a quantisation that is not FP8 or that no tensor
+    has, a float8 tensor without factors, and factors whose shape does not fit.
     """
     found = _quantisation_config(config)
     if found is None:
@@ -63,6 +63,11 @@ def quantisation(config: Mapping[str, Any], shapes: Mapping[str, Shape], dtypes:
             f"read: {_CURE}"
         )
     block = found.get("weight_block_size")
+    if block is not None and not (isinstance(block, list) and all(type(size) is int and size > 0 for size in block)):
+        raise ValueError(
+            f"config.json says quantization_config.weight_block_size = {block!r}, and it must be a list of whole "
+            f"numbers above 0: {_CURE}"
+        )
     scales = {}
     for name, dtype in dtypes.items():
         if dtype.startswith("F8_") and not name.endswith(_WEIGHT_SUFFIXES):
@@ -72,6 +77,11 @@ def quantisation(config: Mapping[str, Any], shapes: Mapping[str, Shape], dtypes:
                 raise ValueError(f"{name} is {dtype} but its factors are missing: {wanted} must be there; {_CURE}")
             blocks = _blocks(name, shapes[name], scale, shapes[scale], block)
             scales[name] = Scale(name=scale, shape=shapes[scale], block=blocks)
+    if not scales:
+        raise ValueError(
+            "config.json says quantization_config.quant_method = 'fp8', but no tensor is float8; delete "
+            "quantization_config if the weights were dequantised, or else copy the folder again"
+        )
     modules = {name.rpartition(".")[0] for name in scales}
     activations = {
         name for name in shapes if name.endswith(_ACTIVATION_SUFFIXES) and name.rpartition(".")[0] in modules
@@ -114,6 +124,8 @@ def _quantisation_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found = config.get("quantization_config")
     if isinstance(found, Mapping):
         return found
+    if found is not None:
+        raise ValueError(f"config.json says quantization_config = {found!r:.80}, and it must be an object: {_CURE}")
     nested = (_quantisation_config(value) for value in config.values() if isinstance(value, Mapping))
     return next((found for found in nested if found is not None), None)
 
@@ -121,11 +133,11 @@ def _quantisation_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _blocks(name: str, shape: Shape, scale: str, scales: Shape, block: Any) -> Shape:
     if math.prod(scales) == 1:
         return shape
-    if block is not None:
+    if block is not None and len(block) <= len(shape):
         blocks = (1,) * (len(shape) - len(block)) + tuple(block)
         if scales == tuple(-(-extent // size) for extent, size in zip(shape, blocks, strict=True)):
             return blocks
-    elif scales in {shape[:1], (*shape[:1], *[1] * (len(shape) - 1))}:
+    elif block is None and scales in {shape[:1], (*shape[:1], *[1] * (len(shape) - 1))}:
         return (1, *shape[1:])
     raise ValueError(
         f"{scale} has shape {list(scales)}, which does not fit {name} of shape {list(shape)} with "

@@ -154,23 +154,36 @@ def type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _no_rule(question: Callable[..., Any], cfg: object) -> NotImplementedError:
+def no_rule(question: Callable[..., Any], cfg: object) -> NotImplementedError:
+    """Returns the error of a question (a singledispatch function) that has no rule for a value's type."""
     name = question.__name__
     return NotImplementedError(
         f"{name} has no rule for {type_name(cfg)}; add one with @{name}.register in the file that defines it"
     )
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what a module must be saved with: its parameters and persistent buffers, by name, each tensor once."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    seen = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 @functools.singledispatch
 def build_model(cfg: ModelConfig, ctx: Ctx) -> nn.Module:
     """Returns the module of this rank with uninitialised or default weights; works on the meta device."""
-    raise _no_rule(build_model, cfg)
+    raise no_rule(build_model, cfg)
 
 
 @functools.singledispatch
 def forward(cfg: ModelConfig, model: nn.Module, batch: Batch) -> Output:
     """Calls `model(...)` exactly once on a micro-batch and returns what `loss_terms` reads."""
-    raise _no_rule(forward, cfg)
+    raise no_rule(forward, cfg)
 
 
 @functools.singledispatch
@@ -179,13 +192,13 @@ def loss_weights(cfg: ModelConfig, batch: Batch) -> dict[str, Tensor]:
 
     The step sums them over the whole global batch before the first forward.
     """
-    raise _no_rule(loss_weights, cfg)
+    raise no_rule(loss_weights, cfg)
 
 
 @functools.singledispatch
 def loss_terms(cfg: ModelConfig, output: Output, batch: Batch) -> dict[str, Tensor]:
     """Returns each loss term's sum over a micro-batch (a scalar), under the names of `loss_weights`."""
-    raise _no_rule(loss_terms, cfg)
+    raise no_rule(loss_terms, cfg)
 
 
 @functools.singledispatch
@@ -197,37 +210,37 @@ def loss_coefficients(cfg: ModelConfig) -> dict[str, float]:
 @functools.singledispatch
 def shard_spec(cfg: ModelConfig) -> ShardSpec:
     """Returns where the torch path cuts the module."""
-    raise _no_rule(shard_spec, cfg)
+    raise no_rule(shard_spec, cfg)
 
 
 @functools.singledispatch
 def weight_map(cfg: ModelConfig) -> Any:
     """Returns the `WeightMap` between canonical lf names and Hugging Face names."""
-    raise _no_rule(weight_map, cfg)
+    raise no_rule(weight_map, cfg)
 
 
 @functools.singledispatch
 def hf_config(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the Hugging Face `config.json` of the model, as a dict."""
-    raise _no_rule(hf_config, cfg)
+    raise no_rule(hf_config, cfg)
 
 
 @functools.singledispatch
 def init_rules(cfg: ModelConfig) -> tuple[InitRule, ...]:
     """Returns how weights start when no checkpoint is given; every tensor must match a rule."""
-    raise _no_rule(init_rules, cfg)
+    raise no_rule(init_rules, cfg)
 
 
 @functools.singledispatch
 def flops(cfg: ModelConfig, rows: int, length: int) -> float:
     """Returns the floating point operations of forward and backward, without recompute, of `rows` rows of `length`."""
-    raise _no_rule(flops, cfg)
+    raise no_rule(flops, cfg)
 
 
 @functools.singledispatch
 def fake_batch(cfg: ModelConfig, rows: int, length: int, seed: int) -> Batch:
     """Returns a micro-batch of random data, for tests, plans and benchmarks."""
-    raise _no_rule(fake_batch, cfg)
+    raise no_rule(fake_batch, cfg)
 
 
 @functools.singledispatch
@@ -236,7 +249,7 @@ def collate(cfg: ModelConfig, rows: Sequence[Mapping[str, Any] | None], like: Ma
 
     All micro-batches of a step have one shape, those of None alone too: pipeline stages agree on it beforehand.
     """
-    raise _no_rule(collate, cfg)
+    raise no_rule(collate, cfg)
 
 
 @functools.singledispatch
@@ -254,21 +267,33 @@ def check_layout(cfg: ModelConfig, layout: Layout, length: int) -> None:
 def slice_batch(cfg: ModelConfig, batch: Batch, layout: Layout) -> Batch:
     """Returns a context parallel rank's part of a micro-batch; without context parallel ranks, the batch."""
     if layout.cp > 1:
-        raise _no_rule(slice_batch, cfg)
+        raise no_rule(slice_batch, cfg)
     return batch
 
 
 @functools.singledispatch
 def check_model(cfg: ModelConfig, data: Mapping[str, int]) -> None:
-    """Raises ValueError when the model cannot take the data, described by `data`: `vocab` and `length`."""
+    """Raises ValueError when the model cannot take the data, described by `data`: `vocab` and `length`.
+
+    Without a rule of its own, a family whose config has the field `vocab` refuses larger ids than it has.
+    """
+    vocab = getattr(cfg, "vocab", None)
+    if isinstance(vocab, int) and data.get("vocab", 0) > vocab:
+        raise ValueError(f"model.vocab = {vocab}, but the data has token id {data['vocab'] - 1}; raise model.vocab")
 
 
-def text_batch(rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any] | None = None) -> Batch:
+def text_batch(
+    rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any] | None = None, vocab: int | None = None
+) -> Batch:
     """Returns the micro-batch of rows of text: `tokens`, `labels`, `positions` [B, S], and `lengths` of the documents.
 
     A row has `tokens` and `labels` of S ids, the `lengths` of its documents, how many positions are `real` (the others
-    are padding), and an `id`. Positions start again at every document. None becomes padding as long as `like`.
+    are padding), and an `id`. Positions start again at every document. None becomes padding as long as `like`. Raises
+    ValueError, with the row's id, for a token that is not below `vocab`, where that is given.
     """
+    for row in rows:
+        if row is not None and vocab is not None:
+            _check_ids(row, vocab)
     size = next(len(row["tokens"]) for row in (like, *rows) if row is not None)
     blank: Mapping[str, Any] = {
         "tokens": np.zeros(size, np.int64),
@@ -288,6 +313,17 @@ def text_batch(rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]
         "ids": tuple(row["id"] for row in full),
         "count": sum(row["real"] for row in full),
     }
+
+
+def _check_ids(row: Mapping[str, Any], vocab: int) -> None:
+    labels = np.asarray(row["labels"])
+    for name, ids in (("tokens", np.asarray(row["tokens"])), ("labels", labels[labels != IGNORE])):
+        wrong = ids[(ids < 0) | (ids >= vocab)]
+        if len(wrong):
+            raise ValueError(
+                f"row {row['id']}: {name} has id {wrong[0]}, and those of the model go from 0 to {vocab - 1}; give "
+                "rows of this model's tokenizer, or raise model.vocab"
+            )
 
 
 def fake_text_batch(vocab: int, rows: int, length: int, seed: int) -> Batch:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lf.models import spec
+from lf.models.llm.fields import whole
 from lf.models.weights import Same, WeightMap
 
 
@@ -66,7 +67,7 @@ def _(cfg: Toy, output: spec.Output, batch: spec.Batch) -> dict[str, Tensor]:
 
 @spec.collate.register
 def _(cfg: Toy, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
-    return spec.text_batch(rows, like)
+    return spec.text_batch(rows, like, cfg.vocab)
 
 
 @spec.init_rules.register
@@ -80,12 +81,6 @@ def _(cfg: Toy) -> WeightMap:
     return WeightMap(rules=tuple(Same(lf=name, hf=name) for name in ("embed.weight", *layers, "head.weight")))
 
 
-@spec.check_model.register
-def _(cfg: Toy, data: Mapping[str, int]) -> None:
-    if data.get("vocab", 0) > cfg.vocab:
-        raise ValueError(f"model.vocab = {cfg.vocab}, but the data has token id {data['vocab'] - 1}; raise model.vocab")
-
-
 @spec.hf_config.register
 def _(cfg: Toy) -> dict[str, Any]:
     return {"model_type": "lf_toy", **attrs.asdict(cfg)}
@@ -93,7 +88,7 @@ def _(cfg: Toy) -> dict[str, Any]:
 
 def from_hf(config: Mapping[str, Any]) -> Toy:
     """Returns the model of a config.json that `hf_config` wrote."""
-    return Toy(**{field.name: config[field.name] for field in attrs.fields(Toy)})
+    return Toy(**{field.name: whole(config, field.name) for field in attrs.fields(Toy)})
 
 
 @spec.shard_spec.register

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from lf.models.hf_folder import DTYPES, HfFolder
 from lf.models.hf_save import Source, source_of
-from lf.models.spec import Part, Placed, type_name
+from lf.models.spec import Part, Placed, no_rule
 
 Shape = tuple[int, ...]
 """Extents of a tensor."""
+
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32")
 
 
 @attrs.frozen
@@ -149,7 +151,7 @@ class WeightMap:
 @functools.singledispatch
 def hf_names(rule: Rule) -> tuple[str, ...]:
     """Returns the HF tensors that a rule claims by name."""
-    raise NotImplementedError(f"hf_names has no rule for {type_name(rule)}; add one with @hf_names.register")
+    raise no_rule(hf_names, rule)
 
 
 @hf_names.register
@@ -178,7 +180,7 @@ def pieces(rule: LfRule, shape: Shape) -> tuple[Piece, ...]:
 
     Raises ValueError when no HF tensors could make that shape.
     """
-    raise NotImplementedError(f"pieces has no rule for {type_name(rule)}; add one with @pieces.register")
+    raise no_rule(pieces, rule)
 
 
 @pieces.register
@@ -306,8 +308,9 @@ def check(weights: WeightMap, folder: HfFolder, shapes: Mapping[str, Shape] | No
     """Raises ValueError unless the folder and the model account for each other, tensor by tensor.
 
     `shapes` are the global shapes of all lf tensors of the model; None takes what the folder makes of them. Every HF
-    tensor must be claimed by a rule, every rule find its HF tensors, every lf tensor have its rule, every shape agree
-    and every stored duplicate equal its original. Reads nothing but duplicates.
+    tensor must be claimed by a rule, every rule find its HF tensors, every lf tensor have its rule, every shape agree,
+    every dtype be one that holds plain values and every stored duplicate equal its original. Reads nothing but
+    duplicates.
     """
     model = lf_shapes(weights, folder) if shapes is None else shapes
     names = set(folder.names)
@@ -333,6 +336,11 @@ def check(weights: WeightMap, folder: HfFolder, shapes: Mapping[str, Shape] | No
             if name not in weights.by_hf and not _is_carried(weights, name)
         ],
         "of the wrong shape": wrong,
+        f"not stored as {', '.join(_PLAIN)}, so perhaps quantised": [
+            f"{name} in {folder.entries[name].file} is {folder.entries[name].dtype}"
+            for name in wanted
+            if name in names and name not in folder.quantisation.scales and folder.entries[name].dtype not in _PLAIN
+        ],
         "in the model without a rule": [lf for lf in model if lf not in weights.by_lf],
         "in a rule but not in the model": [lf for lf in weights.by_lf if shapes is not None and lf not in model],
         "stored twice with different values": [
@@ -400,7 +408,7 @@ def export(
     if source is None:
         for lf, rule in weights.by_lf.items():
             for name, tensor in to_hf(rule, get(lf)).items():
-                yield name, _cast(tensor, dtype, tensor.dtype)
+                yield name, _cast(name, tensor, dtype, tensor.dtype)
         return
     _check_source(weights, source)
     uses = Counter(_original(weights, kept.name) for kept in source.tensors if not kept.carried)
@@ -417,7 +425,7 @@ def export(
             assert isinstance(maker, LfRule)
             made |= to_hf(maker, get(maker.lf))
         uses[name] -= 1
-        yield kept.name, _cast(made[name] if uses[name] else made.pop(name), dtype, stored)
+        yield kept.name, _cast(name, made[name] if uses[name] else made.pop(name), dtype, stored)
 
 
 def _check_rules(weights: WeightMap) -> None:
@@ -493,8 +501,14 @@ def _as_lf(piece: Piece, box: Tensor, size: Shape) -> Tensor:
     return box.permute(order).reshape(size)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None, stored: torch.dtype) -> Tensor:
-    return tensor.to(dtype if dtype is not None and stored.is_floating_point else stored)
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, stored: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype if dtype is not None and stored.is_floating_point else stored)
+    if cast.dtype != tensor.dtype and bool((tensor.isfinite() & ~cast.to(tensor.dtype).isfinite()).any()):
+        raise ValueError(
+            f"{name} has values up to {float(tensor.abs().max()):.3g}, and {cast.dtype}, in which it is to be stored, "
+            f"ends at {torch.finfo(cast.dtype).max:.3g}; start from a copy of the source folder in bfloat16 or float32"
+        )
+    return cast
 
 
 def _equal(folder: HfFolder, one: str, other: str) -> bool:

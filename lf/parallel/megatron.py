@@ -6,10 +6,10 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lf.devices.device import Device
-from lf.models.spec import Ctx, Layout, Part, Placed
+from lf.models.spec import Ctx, Layout, Part, Placed, named_tensors
 from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals, place, process_groups
 from lf.parallel.mcore_compat import cuda_type_names, prepare_megatron
@@ -113,7 +113,7 @@ def distributed_optimizer(
     return optimizer
 
 
-def owned_range(optimizer: Any, param: nn.Parameter) -> tuple[int, int, nn.Parameter] | None:
+def owned_range(optimizer: Any, param: Tensor) -> tuple[int, int, nn.Parameter] | None:
     """Returns which elements [start, stop) of a flattened parameter this rank updates, and the fp32 shard it updates.
 
     None where the rank owns nothing of it.
@@ -125,8 +125,11 @@ def owned_range(optimizer: Any, param: nn.Parameter) -> tuple[int, int, nn.Param
     return span.start, span.end, optimizer.optimizer.param_groups[group]["params"][index]
 
 
-def placements(model: Any, ctx: Ctx) -> list[tuple[nn.Parameter, Placed]]:
-    """Returns each parameter with its place in the global tensors, read from the module's own `sharded_state_dict`."""
+def placements(model: Any, ctx: Ctx) -> list[tuple[Tensor, Placed]]:
+    """Returns each parameter and persistent buffer with its place in the global tensors.
+
+    The places are read from the module's own `sharded_state_dict`.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": ctx.groups.dp_cp}
@@ -134,10 +137,10 @@ def placements(model: Any, ctx: Ctx) -> list[tuple[nn.Parameter, Placed]]:
         state = model.sharded_state_dict(metadata=metadata)
     rows: dict[str, int] = getattr(model, "unpadded", {})
     found = []
-    for name, param in model.named_parameters():
+    for name, tensor in named_tensors(model).items():
         entry = state[name]
         pieces = _tensors(entry.build(), ShardedTensor) if isinstance(entry, ShardedTensorFactory) else [entry]
-        found.append((param, _placed(pieces, rows.get(name))))
+        found.append((tensor, _placed(pieces, rows.get(name))))
     return found
 
 
@@ -155,11 +158,11 @@ def _placed(pieces: list[Any], rows: int | None) -> Placed:
     if rows is not None:
         shape = (rows, *shape[1:])
     for piece in pieces:
-        at = tuple(piece.global_offset[-len(shape) :])
+        at = tuple(piece.global_offset)[len(piece.global_offset) - len(shape) :]
         size = tuple(min(n, whole - first) for n, whole, first in zip(piece.local_shape, shape, at, strict=True))
-        if min(size) > 0:
-            parts.append(Part(at=at, local=(local, *[0] * (len(shape) - 1)), size=size))
-        local += piece.local_shape[0]
+        if min(size, default=1) > 0:
+            parts.append(Part(at=at, local=(local, *[0] * (len(shape) - 1))[: len(shape)], size=size))
+        local += piece.local_shape[0] if shape else 1
     # The last number of a replica id is the data parallel rank; the distributed optimiser splits that axis itself.
     replica = pieces[0].replica_id
     owner = not isinstance(replica, tuple) or not any(replica[:-1])

@@ -43,8 +43,12 @@ class PackedRow:
 
 
 def row_count(tokens: int, seq_len: int) -> int:
-    """Returns the rows of `seq_len` that hold `tokens` tokens, the last one padded."""
-    return -(-tokens // seq_len)
+    """Returns the rows of `seq_len` that hold `tokens` tokens, the last one padded.
+
+    The last token of all has no label. Where it would stand alone in a row it is the label of the row before only, so
+    that every row has something to learn as long as every document has two tokens.
+    """
+    return -(-(tokens - 1) // seq_len)
 
 
 def plan_epoch(lengths: NDArray[np.int64], seq_len: int, seed: int, epoch: int) -> EpochPlan:

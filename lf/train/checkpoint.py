@@ -1,13 +1,13 @@
 """Saves training state, finds it again, and keeps only what is needed. Nothing is pickled.
 
 A save writes into a temporary folder, flushes every file to the disk, writes the manifest last and renames once: a
-folder called `step_<n>` is whole unless somebody damaged it later. `lf.train.reader` describes the format and reads it
-back at any layout; `lf.train.shards` has the pieces that go in. All ranks must see the same folder.
+folder called `step_<n>` is whole unless somebody damaged it later. `lf.train.manifest` describes the format,
+`lf.train.reader` reads it back at any layout, `lf.train.shards` has the pieces that go in. All ranks must see the same
+folder.
 """
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -19,21 +19,22 @@ from typing import Any, TypeVar
 
 import attrs
 
-from lf.train.comm import ALONE, Comm, distributed, together, told
-from lf.train.reader import (
+from lf.storage import locked, sync
+from lf.train.comm import ALONE, Comm, distributed, together
+from lf.train.manifest import (
     CheckpointError,
     Entry,
     File,
     Manifest,
-    Reader,
+    UnreadableError,
     canonical,
     check_files,
     file_name,
-    flush,
-    open_checkpoint,
+    read_error,
     read_manifest,
     write_manifest,
 )
+from lf.train.reader import Reader, open_checkpoint
 from lf.train.shards import Piece, Shard, Stored, box_piece, dtype_name, file_sha256, layout, tiling_fault, write_shard
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Piece",
     "Reader",
     "Skipped",
+    "UnreadableError",
     "box_piece",
     "check_all_read",
     "complete",
@@ -108,7 +110,7 @@ def save(run_dir: Path, step: int, pieces: Iterable[Piece], meta: Mapping[str, A
             _check_step_and_meta(step, meta)
             tensors = _table(row for _, rows in plans for row in rows)
             folder.mkdir(parents=True, exist_ok=True)
-            flush(run_dir)
+            sync(run_dir)
             if cleanup.enter_context(_locked(folder)):
                 _remove_temporary(folder)
             _check_space(folder, sum(size for size, _ in plans))
@@ -197,29 +199,20 @@ def _disk_full_explained(path: Path, needed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Holds the folder's lock, which the system drops when the process dies; gives False where files have no locks."""
-    with open(folder / ".lock", "ab") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
+            held = stack.enter_context(locked(folder / ".lock", wait=False))
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process is writing checkpoints in {folder}; stop it, or choose another run folder (--out)"
             ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            held = False
-        try:
-            yield held
-        finally:
-            if held:
-                fcntl.flock(file, fcntl.LOCK_UN)
+        yield held
 
 
 def _publish(temporary: Path, target: Path) -> None:
     old = target.with_name(f"{target.name}.old")
     if target.exists():
-        if _fault(target):
+        if _is_damaged(target):
             _discard(target)
         else:
             if old.exists():
@@ -231,9 +224,19 @@ def _publish(temporary: Path, target: Path) -> None:
         if old.exists():
             os.replace(old, target)
         raise
-    flush(target.parent)
+    sync(target.parent)
     if old.exists():
         _discard(old)
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return True
+    return False
 
 
 def _discard(path: Path) -> None:
@@ -279,23 +282,33 @@ class Listing:
     """The others, newest first."""
 
 
-def complete(run_dir: Path) -> Listing:
-    """Returns the complete checkpoints of a run and the damaged ones; file contents are not hashed. Raises OSError."""
+def _candidates(run_dir: Path) -> list[Found]:
+    """Returns the folders of a run that are called like checkpoints, newest first. Raises OSError.
+
+    At equal steps the one that a second save replaces comes last: it counts when the new one is not there.
+    """
     folder = _folder(run_dir)
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     matches = [match for match in map(_FINISHED.fullmatch, names) if match]
+    ordered = sorted(matches, key=lambda match: (-int(match[1]), match[0]))
+    return [Found(step=int(match[1]), path=folder / match[0]) for match in ordered]
+
+
+def complete(run_dir: Path) -> Listing:
+    """Returns the complete checkpoints of a run and the others; file contents are not hashed. Raises OSError."""
     found: dict[int, Found] = {}
     skipped = []
-    # At equal steps the one that a second save replaces comes last, and counts when the new one is not there.
-    for match in sorted(matches, key=lambda match: (-int(match[1]), match[0])):
-        step, path = int(match[1]), folder / match[0]
-        if step in found:
+    for one in _candidates(run_dir):
+        if one.step in found:
             continue
-        fault = _fault(path, step)
-        if fault:
-            skipped.append(Skipped(path=path, reason=fault))
-        else:
-            found[step] = Found(step=step, path=path)
+        try:
+            _check(one)
+            found[one.step] = one
+        except CheckpointError as error:
+            skipped.append(Skipped(path=one.path, reason=str(error)))
     return Listing(found=tuple(found.values()), skipped=tuple(skipped))
 
 
@@ -316,7 +329,7 @@ def prune(run_dir: Path, keep: int, *, comm: Comm = ALONE) -> tuple[Path, ...]:
     found = _on_first(comm, lambda: complete(run_dir)).found
     doomed = found[keep:]
     if doomed:
-        good = next((one for one in found if not verify(one.path, comm=comm)), None)
+        good = next((one for one in found if _is_good(one.path, comm)), None)
         doomed = tuple(one for one in doomed if good is not None and one != good)
 
     def remove() -> None:
@@ -337,20 +350,33 @@ def prune(run_dir: Path, keep: int, *, comm: Comm = ALONE) -> tuple[Path, ...]:
     return tuple(one.path for one in doomed)
 
 
+def _is_good(path: Path, comm: Comm) -> bool:
+    try:
+        return not verify(path, comm=comm)
+    except CheckpointError:  # That of verify, which all ranks raise together.
+        return False
+
+
 def verify(path: Path, *, comm: Comm = ALONE) -> str:
     """Returns what is wrong with a checkpoint, an empty text when every byte is as it was saved.
 
-    All ranks call it together; each hashes its share of the files.
+    All ranks call it together; each hashes its share of the files. Raises CheckpointError on all of them where a file
+    is there and the system does not give it: nobody knows whether that checkpoint is good.
     """
+    return _verify(path, None, comm)
 
+
+def _verify(path: Path, step: int | None, comm: Comm) -> str:
     def work() -> list[str]:
         try:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path) if step is None else _check(Found(step=step, path=path))
+            for index in range(comm.rank, len(manifest.files), comm.world):
+                _check_hash(path / file_name(index), manifest.files[index].sha256)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             return [str(error)]
-        mine = range(comm.rank, len(manifest.files), comm.world)
-        faults = (_hash_fault(path / file_name(index), manifest.files[index].sha256) for index in mine)
-        return [fault for fault in faults if fault]
+        return []
 
     def finish(rows: list[list[str]]) -> str:
         return "; ".join(dict.fromkeys(fault for row in rows for fault in row))
@@ -358,26 +384,25 @@ def verify(path: Path, *, comm: Comm = ALONE) -> str:
     return together(comm, work, finish, CheckpointError)
 
 
-def _hash_fault(path: Path, sha256: str) -> str:
+def _check_hash(path: Path, sha256: str) -> None:
     try:
         same = file_sha256(path) == sha256
     except OSError as error:
-        return f"{path} cannot be read: {told(error)}"
-    return "" if same else f"{path} is damaged: it does not hold the bytes that were saved"
+        raise read_error(path, error) from error
+    if not same:
+        raise CheckpointError(f"{path} is damaged: it does not hold the bytes that were saved")
 
 
 def _on_first(comm: Comm, work: Callable[[], T]) -> T:
     return together(comm, lambda: None, lambda _: work(), CheckpointError)
 
 
-def _fault(path: Path, step: int | None = None) -> str:
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return str(error)
-    if step is not None and manifest.step != step:
-        return f"{path} holds step {manifest.step}; give the folder its name back"
-    return ""
+def _check(found: Found) -> Manifest:
+    """Returns the manifest of a checkpoint; raises CheckpointError where its folder has the name of another step."""
+    manifest = read_manifest(found.path)
+    if manifest.step != found.step:
+        raise CheckpointError(f"{found.path} holds step {manifest.step}; give the folder its name back")
+    return manifest
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -387,18 +412,19 @@ class Opened:
     reader: Reader | None
     """The newest good checkpoint, None when the run has none yet."""
     skipped: tuple[Skipped, ...]
-    """Newer or unreadable folders that were passed over: print them."""
+    """Newer folders that were passed over: print them."""
 
 
 def open_latest(run_dir: Path, *, comm: Comm = ALONE) -> Opened:
     """Returns the newest checkpoint of a run of which every byte is as it was saved, and what was passed over.
 
-    All ranks call it together. Raises CheckpointError when the run has checkpoints and none of them is good.
+    Only what is missing or damaged is passed over. All ranks call it together. Raises CheckpointError when the run has
+    checkpoints and none of them is good, and when the system does not give a file of one that would be used: that one
+    may be whole, and a run must not go back for a wrong permission or a disk that is away.
     """
-    listing = _on_first(comm, lambda: complete(run_dir))
-    skipped = list(listing.skipped)
-    for one in listing.found:
-        fault = verify(one.path, comm=comm)
+    skipped: list[Skipped] = []
+    for one in _on_first(comm, lambda: _candidates(run_dir)):
+        fault = _verify(one.path, one.step, comm)
         if not fault:
             return Opened(reader=open_checkpoint(one.path), skipped=tuple(skipped))
         skipped.append(Skipped(path=one.path, reason=fault))

@@ -13,22 +13,24 @@ An export has a `report.json` of the same form beside its weights.
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import torch
 from torch import Tensor
 
-from lf.config import load, load_function, to_json
+from lf.config import load_classes, load_function, to_json
 from lf.data.hf_tokenizer import FILES, read_tokenizer
 from lf.models import hf, weights
 from lf.models.hf_folder import HfFolder, open_folder
 from lf.models.hf_save import new_folder, store_source
 from lf.models.spec import weight_map
 from lf.models.weights import WeightMap
-from lf.train.checkpoint import Skipped, save
+from lf.train.checkpoint import CheckpointError, Skipped, save
+from lf.train.config import Precision
 from lf.train.folder import SOURCE, TOKENIZER, write_files
 from lf.train.names import WEIGHT, key, weight_shapes
+from lf.train.reader import Reader
 from lf.train.shards import Piece
 from lf.train.start import export, from_checkpoint, newest
 
@@ -73,22 +75,22 @@ def import_folder(src: Path, dst: Path, family: str = "") -> Converted:
     return Converted(read=src, rows=rows)
 
 
-def export_folder(src: Path, dst: Path, family: str = "") -> Converted:
+def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "") -> Converted:
     """Writes the newest good checkpoint of a run folder, or of an imported one, as a Hugging Face folder.
 
     It is what the run itself exports at that step: keys, dtypes, split into files, config.json and tokenizer are those
-    of the folder that the weights came from, if there is one. One shard is in memory at a time. `family` is as in
-    `open_start`. Raises ValueError where `src` is no such folder or saving to `dst` would lose something,
-    CheckpointError where no checkpoint is good.
+    of the folder that the weights came from, if there is one. One shard is in memory at a time. `family` and
+    `config_file` are as in `open_saved`. Raises ValueError where `src` is no such folder or saving to `dst` would lose
+    something, CheckpointError where no checkpoint is good.
     """
     if not (src / "checkpoints").is_dir():
         raise ValueError(f"{src} has no checkpoints; give a run folder of lf, or a folder that an import wrote")
     if family:
         load_function(family)
-    # A run's own config also brings the classes that its config file defines.
-    run = load(src / "config.json") if (src / "config.json").is_file() else None
-    dtype = None if run is None else getattr(torch, run.precision.params)
+    if config_file:
+        load_classes(config_file)
     reader, skipped = newest(src)
+    dtype = _trained_dtype(reader)
     start = from_checkpoint(src, reader)
     table = weight_map(start.model)
     left = [name for name in weight_shapes(reader) if name not in table.by_lf]
@@ -110,6 +112,17 @@ def export_folder(src: Path, dst: Path, family: str = "") -> Converted:
     rows = weights.report(table, open_folder(dst))
     write_files(dst, {REPORT: _json(rows)})
     return Converted(read=reader.path, rows=rows, skipped=skipped)
+
+
+def _trained_dtype(reader: Reader) -> torch.dtype | None:
+    """Returns what the weights of a run compute in, None for an import, whose tensors keep their own."""
+    if "params" not in reader.meta:
+        return None
+    name = reader.fact("params", str)
+    if name not in get_args(attrs.fields(Precision).params.type):
+        raise CheckpointError(f"{reader.path} has params = {name!r} in meta, which lf does not train in")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _piece(table: WeightMap, folder: HfFolder, name: str, shape: tuple[int, ...]) -> Piece:

@@ -1,8 +1,6 @@
 """The run folder: its names, who holds it, which run it holds, and how it is made whole or not at all."""
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -12,11 +10,13 @@ from typing import Any
 
 import attrs
 
-from lf.config import from_json, resume_changes, to_json
+from lf.config import from_json, read_text, resume_changes, to_json
 from lf.data.hf_tokenizer import Tokenizer
 from lf.models.hf_save import Source, store_source
+from lf.storage import locked
 from lf.train.config import Run
-from lf.train.reader import CheckpointError, Reader
+from lf.train.manifest import CheckpointError
+from lf.train.reader import Reader
 
 CONFIG = "config.json"
 """The run."""
@@ -31,19 +31,16 @@ HF = "hf"
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def held(folder: Path) -> Iterator[None]:
     """Holds the run folder, which the system gives back when the process dies; one process may train in it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "ab") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(folder.with_name(f".{folder.name}.lock"), wait=False))
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process is training in {folder}; wait until it has ended, or choose another --out"
             ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # A disk without locks.
-                raise
         yield
 
 
@@ -55,16 +52,6 @@ def check_place(folder: Path) -> None:
         raise ValueError(f"{folder} is no run folder: it has files but no {CONFIG}; choose another --out")
 
 
-def stated(reader: Reader, name: str) -> Any:
-    """Returns what a run's checkpoint says under a name; raises CheckpointError where it does not."""
-    if name not in reader.meta:
-        raise CheckpointError(
-            f"{reader.path} does not say the {name} that it was saved in: it is no checkpoint of a run; choose another "
-            "--out, or start from it with --init"
-        )
-    return reader.meta[name]
-
-
 def check_same_run(run: Run, folder: Path, reader: Reader | None, say: Callable[[str], None]) -> None:
     """Raises ValueError unless the folder is new or holds this run, up to what a resume may change.
 
@@ -72,18 +59,14 @@ def check_same_run(run: Run, folder: Path, reader: Reader | None, say: Callable[
     """
     saved = folder / CONFIG
     if reader is not None:
-        old = from_json(stated(reader, "run"), source=str(reader.path), kind=Run)
+        old = from_json(reader.fact("run", str), source=str(reader.path), kind=Run)
         if run.steps < reader.step:
             raise ValueError(
                 f"steps = {run.steps}, but {reader.path} has done {reader.step}; set steps to at least that, or choose "
                 "another --out"
             )
     elif saved.is_file():
-        try:
-            text = saved.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{saved} is damaged ({error}); choose another --out") from error
-        old = from_json(text, source=str(saved), kind=Run)
+        old = from_json(read_text(saved), source=str(saved), kind=Run)
     else:
         return
     allowed, refused = resume_changes(old, _as_saved(run, old))
@@ -103,7 +86,7 @@ def check_same_data(reader: Reader, now: Mapping[str, Any]) -> None:
         ("tokenizer", f"put the files of {reader.path.parent.parent / TOKENIZER} back as they were"),
         ("data", "put the files back as they were"),
     ):
-        was = stated(reader, name)
+        was = reader.fact(name, dict)
         if was != now[name]:
             raise CheckpointError(
                 f"the {name} of the run has changed since {reader.path} was saved:\n  {was}\n  {now[name]}\n{cure}, or "

@@ -3,24 +3,28 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf.models.initialise import seed_of
-from lf.models.spec import Batch, Ctx, ModelConfig, Placed, build_model, forward, loss_terms
+from lf.models.spec import Batch, Ctx, ModelConfig, Placed, build_model, forward, loss_terms, named_tensors, type_name
 from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import chunk_contexts, distributed_optimizer, owned_range, placements, wrap
+from lf.train.comm import distributed, together
 from lf.train.config import Run
-from lf.train.names import WEIGHT, key, kinds_by_name
-from lf.train.optim import make_optimizer, param_groups, restore_state, state_tensors
+from lf.train.manifest import CheckpointError
+from lf.train.names import WEIGHT, Kind, check_state, key
+from lf.train.optim import make_optimizer, param_groups, restore_state, start_state, state_tensors
 from lf.train.reader import Reader
 from lf.train.shards import Piece, box_piece
-from lf.train.state import Engine, Published, TrainState, initial_value
+from lf.train.state import Engine, Published, TrainState, check_names, initial_value
 from lf.train.step import Mechanics, Pass, evaluation, to_device, train_step, weighted_loss
+
+T = TypeVar("T")
 
 
 def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | None = None) -> Engine:
@@ -48,17 +52,26 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
 
 def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, published: Published | None) -> None:
     held = [pair for chunk in state.chunks for pair in placements(chunk.module, ctx)]
+    shapes = _over_ranks({placed.name: placed.shape for _, placed in held})
+    check_names(cfg, shapes)
     if published is not None:
-        everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, {placed.name: placed.shape for _, placed in held})
-        published.check({name: shape for shapes in everyone for name, shape in shapes.items()})
+        published.check(shapes)
     with torch.no_grad():
-        for param, placed in held:
-            value = initial_value(cfg, seed, placed, param, published)
-            param.copy_(value)
-            if (owned := owned_range(state.optimizer, param)) is not None:
+        for tensor, placed in held:
+            if published is None and not isinstance(tensor, nn.Parameter):
+                continue  # A buffer starts as the module made it.
+            value = initial_value(cfg, seed, placed, tensor, published)
+            tensor.copy_(value)
+            if (owned := owned_range(state.optimizer, tensor)) is not None:
                 start, stop, shard = owned
                 shard.copy_(value.flatten()[start:stop])
+
+
+def _over_ranks(mine: dict[str, T]) -> dict[str, T]:
+    """Returns what all ranks have by name; those that have the same name have the same."""
+    everyone: list[dict[str, T]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: value for found in everyone for name, value in found.items()}
 
 
 def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
@@ -181,48 +194,71 @@ def _cut(kind: str, placed: Placed, start: int, stop: int, tensor: Tensor) -> It
         at += size
 
 
-def _held(state: TrainState, ctx: Ctx) -> Iterator[tuple[Placed, int, int, nn.Parameter]]:
-    """Gives what this rank keeps of each parameter: its share of the trained ones, frozen ones whole."""
+def _held(state: TrainState, ctx: Ctx) -> Iterator[tuple[Placed, int, int, Tensor]]:
+    """Gives what this rank keeps of each tensor: its share of the trained ones, frozen ones and buffers whole."""
     for chunk in state.chunks:
-        for param, placed in placements(chunk.module, ctx):
-            owned = owned_range(state.optimizer, param) if param.requires_grad else (0, param.numel(), param)
+        for tensor, placed in placements(chunk.module, ctx):
+            owned = owned_range(state.optimizer, tensor) if tensor.requires_grad else (0, tensor.numel(), tensor)
             if owned is not None:
                 yield placed, *owned
 
 
+def _kinds(state: TrainState, placed: Placed, tensor: Tensor) -> dict[str, Tensor]:
+    """Returns a tensor of `_held` and what the optimiser keeps for it, by kind; each like the tensor, or a number."""
+    found = {WEIGHT: tensor.detach(), **state_tensors(state.optimizer.optimizer, tensor)}
+    for kind, kept in found.items():
+        if kept.ndim and kept.shape != tensor.shape:
+            raise ValueError(
+                f"{type_name(state.optimizer.optimizer)} keeps {kind} of shape {tuple(kept.shape)} for a share of "
+                f"{placed.name} of shape {tuple(tensor.shape)}; on the Megatron path state must be a number or have "
+                "the shape of its parameter"
+            )
+    return found
+
+
 def _pieces(state: TrainState, ctx: Ctx) -> Iterator[Piece]:
-    frozen = {id(p) for chunk in state.chunks for p in chunk.module.parameters() if not p.requires_grad}
+    every = (tensor for chunk in state.chunks for tensor in named_tensors(chunk.module).values())
+    frozen = {id(tensor) for tensor in every if not tensor.requires_grad}
     replica = ctx.layout.dp_rank > 0 or ctx.layout.cp_rank > 0
     for placed, start, stop, tensor in _held(state, ctx):
         if not placed.owner or (replica and id(tensor) in frozen):
             continue
-        yield from _cut(WEIGHT, placed, start, stop, tensor.detach())
-        for kind, kept in state_tensors(state.optimizer.optimizer, tensor).items():
-            if kept.ndim:
+        for kind, kept in _kinds(state, placed, tensor).items():
+            if kind == WEIGHT or kept.ndim:
                 yield from _cut(kind, placed, start, stop, kept)
-            elif start == 0 and not any(placed.parts[0].at):
+            elif start == 0 and placed.parts and not any(placed.parts[0].at):
                 yield box_piece(key(kind, placed.name), kept)
 
 
 def _restore(state: TrainState, reader: Reader, ctx: Ctx) -> None:
-    kinds = kinds_by_name(reader)
-    with torch.no_grad():
+    optimizer = state.optimizer.optimizer
+    if reader.step:
+        start_state(optimizer)
+    mine: dict[str, Kind] = {}
+    for placed, _, _, tensor in _held(state, ctx):
+        for kind, kept in _kinds(state, placed, tensor).items():
+            shape = placed.shape if kind == WEIGHT or kept.ndim else ()
+            mine[key(kind, placed.name)] = (shape, kept.dtype)
+    check_state(reader, _over_ranks(mine))
+
+    @torch.no_grad()
+    def fill() -> None:
         for placed, start, stop, tensor in _held(state, ctx):
             read = {}
-            for kind in (WEIGHT, *kinds.get(placed.name, ())):
-                name = key(kind, placed.name)
-                if kind != WEIGHT and reader.shape(name) == ():
-                    read[kind] = reader.read(name)
+            for kind, kept in _kinds(state, placed, tensor).items():
+                if kind != WEIGHT and not kept.ndim:
+                    read[kind] = reader.read(key(kind, placed.name))
                     continue
-                read[kind] = torch.zeros(tensor.shape, dtype=reader.dtype(name))
+                read[kind] = torch.zeros(kept.shape, dtype=kept.dtype)
                 for piece in _cut(kind, placed, start, stop, read[kind]):
                     reader.fill(piece)
             tensor.copy_(read.pop(WEIGHT))
-            if read:
-                restore_state(state.optimizer.optimizer, tensor, read)
-        state.optimizer._copy_main_params_to_model_params()
-        for chunk in state.chunks:
-            chunk.start_param_sync(force_sync=True)
+            restore_state(optimizer, tensor, read)
+
+    together(distributed(), fill, lambda _: None, CheckpointError)
+    state.optimizer._copy_main_params_to_model_params()
+    for chunk in state.chunks:
+        chunk.start_param_sync(force_sync=True)
 
 
 def _weights(state: TrainState, ctx: Ctx) -> Callable[[str], Tensor]:
@@ -230,13 +266,15 @@ def _weights(state: TrainState, ctx: Ctx) -> Callable[[str], Tensor]:
     for chunk in state.chunks:
         chunk.start_param_sync(force_sync=True)
     pairs = [pair for chunk in state.chunks for pair in placements(chunk.module, ctx)]
-    mine = {placed.name: (param.detach(), placed) for param, placed in pairs if placed.owner}
+    mine = {placed.name: (tensor.detach(), placed) for tensor, placed in pairs if placed.owner}
     sends = ctx.layout.dp_rank == 0 and ctx.layout.cp_rank == 0
-    everyone: list[dict[str, Placed]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {name: placed for name, (_, placed) in mine.items()} if sends else {})
+    everyone: list[dict[str, tuple[Placed, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
+    told = {name: (placed, tensor.dtype) for name, (tensor, placed) in mine.items()} if sends else {}
+    dist.all_gather_object(everyone, told)
+    dtypes = {name: dtype for held in everyone for name, (_, dtype) in held.items()}
     holders: dict[str, list[tuple[int, Placed]]] = {}
     for rank, held in enumerate(everyone):
-        for name, placed in held.items():
+        for name, (placed, _) in held.items():
             holders.setdefault(name, []).append((rank, placed))
 
     def whole(name: str) -> Tensor:
@@ -247,7 +285,7 @@ def _weights(state: TrainState, ctx: Ctx) -> Callable[[str], Tensor]:
                     for part in placed.parts:
                         dist.send(mine[name][0][_box(part.local, part.size)].contiguous(), 0)
             return torch.empty(shape, device="meta")
-        out = torch.empty(shape, dtype=ctx.dtype, device=ctx.device.torch_type)
+        out = torch.empty(shape, dtype=dtypes[name], device=ctx.device.torch_type)
         for rank, placed in holders[name]:
             for part in placed.parts:
                 piece = out.new_empty(part.size)

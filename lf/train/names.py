@@ -1,6 +1,11 @@
 """Names of the tensors in a checkpoint: `weight/<canonical name>`, and the same with what the optimiser keeps."""
 
-from lf.train.reader import CheckpointError, Reader
+from collections.abc import Mapping
+
+import torch
+
+from lf.train.manifest import CheckpointError
+from lf.train.reader import Reader
 
 WEIGHT = "weight"
 """The kind of a model's own tensors."""
@@ -11,26 +16,35 @@ def key(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
+
+
 def weight_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every weight of a checkpoint by canonical name."""
-    split = (stored.split("/", 1) for stored in reader.names)
-    return {name: reader.shape(key(WEIGHT, name)) for kind, name in split if kind == WEIGHT}
+    start = key(WEIGHT, "")
+    return {name.removeprefix(start): reader.shape(name) for name in reader.names if name.startswith(start)}
 
 
-def kinds_by_name(reader: Reader) -> dict[str, tuple[str, ...]]:
-    """Returns what the optimiser kept for each weight of a checkpoint, by canonical name.
+def check_state(reader: Reader, expected: Mapping[str, Kind]) -> None:
+    """Raises CheckpointError unless a checkpoint has exactly the tensors that this run has at its step.
 
-    Raises CheckpointError where it kept less for one weight than for another: part of the state was not saved.
+    `expected` has them all, over all ranks, by their names in a checkpoint, so that every rank finds the same.
     """
-    kinds: dict[str, set[str]] = {name: set() for name in weight_shapes(reader)}
-    for stored in reader.names:
-        kind, name = stored.split("/", 1)
-        kinds.setdefault(name, set()).add(kind)
-    full = set().union(*kinds.values()) - {WEIGHT}
-    for name, found in kinds.items():
-        if WEIGHT not in found or found - {WEIGHT} not in (full, set()):
-            raise CheckpointError(
-                f"{reader.path} has {sorted(found)} for {name}, but {sorted(full | {WEIGHT})} for others; "
-                "resume from another checkpoint"
-            )
-    return {name: tuple(sorted(found - {WEIGHT})) for name, found in kinds.items()}
+    saved = {name: (reader.shape(name), reader.dtype(name)) for name in reader.names}
+    names = sorted(saved.keys() | expected.keys())
+    wrong = [
+        f"{name} is {_told(saved.get(name))} in the checkpoint and {_told(expected.get(name))} in this run"
+        for name in names
+        if saved.get(name) != expected.get(name)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{reader.path} is not the state of this run at step {reader.step}: {'; '.join(wrong[:3])}{more}. Resume "
+            "with the config that saved it, remove that folder to resume from an older one, or choose another --out"
+        )
+
+
+def _told(kind: Kind | None) -> str:
+    return "missing" if kind is None else f"{str(kind[1]).removeprefix('torch.')} {list(kind[0])}"

@@ -25,7 +25,11 @@ Groups = list[dict[str, Any]]
 
 @functools.singledispatch
 def make_optimizer(cfg: OptimConfig, groups: Groups) -> torch.optim.Optimizer:
-    """Returns the optimiser of the groups that `param_groups` made; its learning rate is set anew at each step."""
+    """Returns the optimiser of the groups that `param_groups` made; its learning rate is set anew at each step.
+
+    After its first step it must keep, for each parameter, everything that it will ever keep: a resume asks the
+    checkpoint for exactly that.
+    """
     raise NotImplementedError(
         f"make_optimizer has no rule for {type_name(cfg)}; add one with @make_optimizer.register in the file that "
         "defines it"
@@ -105,31 +109,43 @@ def state_tensors(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, 
     return found
 
 
-def restore_state(optimizer: torch.optim.Optimizer, param: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Gives the optimiser the state of a parameter that `state_tensors` returned; the optimiser may be a fresh one.
+def start_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimiser the names, shapes and types of the state that it has after a step; values are to be replaced.
 
-    Values are copied, into the optimiser's own tensors where it has them. Raises ValueError where the names or shapes
-    differ from what the optimiser has.
+    It takes a step without gradients at learning rate 0. Some optimisers change weights all the same: restore them too.
+    """
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for param in params:
+        param.grad = None
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
+
+
+def restore_state(optimizer: torch.optim.Optimizer, param: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Copies the state of a parameter that `state_tensors` returned into the optimiser's own; see `start_state`.
+
+    Raises ValueError where the names, shapes or types differ from what the optimiser has.
     """
     own = state_tensors(optimizer, param)
-    if own and own.keys() != tensors.keys():
+    if own.keys() != tensors.keys():
         raise ValueError(
             f"the saved state of {type_name(optimizer)} has {sorted(tensors)}, but this one keeps {sorted(own)}; "
             "resume with the optimiser that the checkpoint was made with"
         )
-    group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
-    state = optimizer.state[param]
     for key, value in tensors.items():
+        if (own[key].shape, own[key].dtype) != (value.shape, value.dtype):
+            raise ValueError(
+                f"the saved {key} is {value.dtype} of shape {tuple(value.shape)}, but this optimiser keeps "
+                f"{own[key].dtype} of shape {tuple(own[key].shape)}"
+            )
         name, _, kind = key.partition(":")
         if kind:
-            state[name] = _NUMBERS[kind][0](value.item())
-        elif key in own and own[key].shape != value.shape:
-            raise ValueError(
-                f"the saved {name} has the shape {tuple(value.shape)}, but this optimiser keeps {tuple(own[key].shape)}"
-            )
-        elif key in own:
-            own[key].copy_(value)
+            optimizer.state[param][name] = _NUMBERS[kind][0](value.item())
         else:
-            # torch keeps counters (scalars) on the CPU unless the update is one kernel that reads them on the device.
-            counter = value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
-            state[name] = value.detach().to("cpu" if counter else param.device, copy=True)
+            own[key].copy_(value)

@@ -9,6 +9,8 @@ from typing import Any
 
 import attrs
 
+_CURVES = ("loss", "eval_loss", "grad_norm")
+
 
 @attrs.frozen(kw_only=True)
 class Curves:
@@ -33,14 +35,25 @@ def read_curves(path: Path) -> Curves:
     lines = source.read_bytes().splitlines()
     for number, text in enumerate(lines, 1):
         try:
-            records.append(json.loads(text))
-        except ValueError:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
             if number == len(lines):
                 break  # A run that is being written now.
             raise ValueError(f"{source}:{number} is not JSON; repair or remove the line") from None
+        if (
+            not isinstance(record, dict)
+            or type(record.get("step")) is not int
+            or not all(map(_is_value, record.items()))
+        ):
+            raise ValueError(
+                f"{source}:{number} = {text.decode()!r:.80} is no line of metrics: an object whose step is a whole "
+                f"number and whose {', '.join(_CURVES)} are numbers or null; repair or remove the line"
+            )
+        records.append(record)
 
     def points(key: str) -> tuple[tuple[int, float], ...]:
-        return tuple((r["step"], math.nan if r[key] is None else r[key]) for r in records if key in r)
+        found = ((record["step"], record[key]) for record in records if key in record)
+        return tuple((step, value if value is not None and math.isfinite(value) else math.nan) for step, value in found)
 
     curves = Curves(
         name=source.parent.name if source.name == "metrics.jsonl" else source.stem,
@@ -51,6 +64,15 @@ def read_curves(path: Path) -> Curves:
     if not curves.loss and not curves.eval_loss:
         raise ValueError(f"{source} has no step in it; wait for the first one, or give another run")
     return curves
+
+
+def _is_value(field: tuple[str, Any]) -> bool:
+    name, value = field
+    if name not in ("step", *_CURVES):
+        return True
+    if type(value) is int:
+        return abs(value) < 2**63  # Whole numbers of JSON have no bound, those of a drawing have.
+    return name != "step" and (value is None or type(value) is float)
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:

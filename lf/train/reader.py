@@ -1,164 +1,16 @@
-"""A checkpoint folder as it lies on the disk: its manifest, and the reader of its tensors.
+"""The reader of a checkpoint's tensors, at any layout. `lf.train.manifest` describes the format."""
 
-Format 1, under the folder of a run:
-
-    checkpoints/.lock                             held by the process that writes
-    checkpoints/step_<n>/rank_<r>.safetensors     the tensors that rank r gave; five digits, rank_00000 first
-    checkpoints/step_<n>/manifest.json            written last
-    checkpoints/step_<n>.old/                     what a second save of the step replaces, for a moment
-    checkpoints/step_<n>.tmp-<token>/             a save or a removal that goes on, or was cut off
-
-`manifest.json` is one JSON object: `format` ("lf checkpoint"), `version` (1), `sha256` (of the body as JSON with sorted
-keys, no spaces and ASCII only) and `body`:
-
-    step       the step
-    meta       what the caller gave: plain JSON
-    files      for each rank in order, the `bytes` and `sha256` of its file
-    tensors    by name, the `dtype` (safetensors' word), the `shape`, and `pieces`: elements [start, stop) of the
-               row-major flattened box at `at` of extent `size` lie in the file of rank `file` from byte `offset` on
-
-The pieces of a tensor hold each element exactly once, so it does not matter to a reader which ranks wrote it. The
-shards are plain safetensors files (`lf.train.shards`).
-"""
-
-import hashlib
-import json
-import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
-import cattrs
 import torch
 from torch import Tensor
 
-from lf.train.comm import told
+from lf.train.manifest import CheckpointError, Entry, Manifest, file_name, read_manifest
 from lf.train.shards import DTYPES, Box, Piece, Stored, boxes, dtype_name, fits, inside, mapped, overlap
 
-FORMAT = "lf checkpoint"
-"""What a manifest says it is."""
-VERSION = 1
-"""The version of the format that is written and read."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be saved, found or read; the message says which, why and what to do."""
-
-
-@attrs.frozen(kw_only=True)
-class File:
-    """What a manifest says of a shard."""
-
-    bytes: int
-    """Its size."""
-    sha256: str
-    """Its hash in hex."""
-
-
-@attrs.frozen(kw_only=True)
-class Entry:
-    """What a manifest says of a tensor."""
-
-    dtype: str
-    """Its type, by safetensors' name."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    pieces: tuple[Stored, ...]
-    """Where its elements are; each is there once."""
-
-
-@attrs.frozen(kw_only=True)
-class Manifest:
-    """What a checkpoint holds."""
-
-    step: int
-    """The step it was saved at."""
-    meta: dict[str, Any]
-    """Plain JSON of the caller."""
-    files: tuple[File, ...]
-    """The shards, by rank."""
-    tensors: dict[str, Entry]
-    """The tensors, by name."""
-
-
-def file_name(rank: int) -> str:
-    """Returns the name of the shard of a rank."""
-    return f"rank_{rank:05d}.safetensors"
-
-
-def canonical(body: Any) -> str:
-    """Returns the text of a JSON value that is hashed. Raises ValueError or TypeError where it is no strict JSON."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` and waits until it and the folder are on the disk. Raises OSError."""
-    body = cattrs.unstructure(manifest)
-    outer = {"format": FORMAT, "version": VERSION, "sha256": _sha256(canonical(body)), "body": body}
-    with open(folder / "manifest.json", "xb") as file:
-        file.write(canonical(outer).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    flush(folder)
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def flush(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint folder whose files are all there with the right sizes.
-
-    File contents are not hashed. Raises CheckpointError.
-    """
-    file = path / "manifest.json"
-    try:
-        outer = json.loads(file.read_bytes())
-        body = outer["body"] if isinstance(outer, dict) and "body" in outer else None
-        digest = _sha256(canonical(body))
-    except OSError as error:
-        raise CheckpointError(f"{path} is no complete checkpoint: {told(error)}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged or cut off: {error}") from error
-    if not isinstance(outer, dict) or outer.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is not the manifest of an {FORMAT}")
-    if outer.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {outer.get('version')} of the checkpoint format, and this lf reads version {VERSION}; "
-            "use the lf that wrote it"
-        )
-    if outer.get("sha256") != digest:
-        raise CheckpointError(f"{file} is damaged: it does not hold what was saved")
-    try:
-        manifest = cattrs.structure(body, Manifest)
-    except Exception as error:
-        raise CheckpointError(f"{file} does not follow version {VERSION} of the format: {error}") from error
-    check_files(path, manifest.files)
-    return manifest
-
-
-def check_files(folder: Path, files: Sequence[File]) -> None:
-    """Raises CheckpointError unless the shards are in the folder with these sizes."""
-    for rank, row in enumerate(files):
-        path = folder / file_name(rank)
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(
-                f"{told(error)}; the checkpoint has {len(files)} files like it, in one folder that all ranks must see"
-            ) from error
-        if size != row.bytes:
-            raise CheckpointError(f"{path} has {size} bytes, but {row.bytes} were saved: it is cut off or damaged")
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -185,6 +37,16 @@ class Reader:
     def names(self) -> tuple[str, ...]:
         """The names of its tensors, sorted."""
         return tuple(sorted(self.manifest.tensors))
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        """Returns an entry of `meta`. Raises CheckpointError where there is none of that name and type."""
+        value = self.meta.get(name)
+        if type(value) is not kind:
+            raise CheckpointError(
+                f"{self.path} has no {name} of type {kind.__name__} in meta ({', '.join(sorted(self.meta))}), so no "
+                "run of lf saved it; give a folder that one did"
+            )
+        return value
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor. Raises CheckpointError when there is none of that name."""

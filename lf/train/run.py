@@ -16,6 +16,7 @@ from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.source import DataCtx, Rows, open_data
+from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
@@ -32,9 +33,8 @@ from lf.train.folder import (
     check_place,
     check_same_data,
     check_same_run,
-    locked,
+    held,
     make,
-    stated,
     update,
 )
 from lf.train.loop import Job
@@ -68,7 +68,7 @@ def process_group(device: Device) -> Iterator[Comm]:
 
 def cache_dir() -> Path:
     """Returns the folder of what is built once and kept for every run: token ids and tokenizers."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lf"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lf"
 
 
 def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layout:
@@ -111,7 +111,7 @@ def open_job(
     def hold() -> None:
         # A folder that is not there yet is locked when it is made, so that a run that is refused leaves nothing.
         if folder.is_dir():
-            lock.enter_context(locked(folder))
+            lock.enter_context(held(folder))
 
     _on_first(comm, hold)
     opened = open_latest(folder, comm=comm)
@@ -121,54 +121,57 @@ def open_job(
     check_same_run(run, folder, reader, say)
     start = open_start(run.init, run.model) if reader is None else from_checkpoint(folder, reader)
     layout = check_run(run, start.model, device, comm.world)
-    tokenizer = _tokenizer(run, folder, reader)
-    rows = _open(run.data, "data", run.seed, start.model, tokenizer)
-    check_layout(start.model, layout, rows.describe().get("length", 1))
-    # Held-out rows are packed in one way, so that held-out losses compare between seeds.
-    held_out = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, start.model, tokenizer)
+    inputs = _open_inputs(run, folder, reader, start.model, layout)
     whole = attrs.evolve(run, model=start.model)
     meta = {
         "model": to_json(start.model),
         "run": to_json(whole),
         "params": run.precision.params,
-        "tokenizer": None if tokenizer is None else {"sha256": tokenizer.fingerprint, "eos": tokenizer.eos},
-        "data": rows.describe(),
+        "tokenizer": inputs.tokenizer_facts,
+        "data": inputs.rows.describe(),
     }
     if reader is not None:
         check_same_data(reader, meta)
-    _check_alike(comm, {**meta, "held-out data": None if held_out is None else held_out.describe()})
+    _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
     engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
     if reader is not None:
         engine = _restored(engine, reader, comm)
         say(f"resumed from {reader.path}")
     _check_disk(engine, folder, comm)
-    exported, eos = ({}, None) if tokenizer is None else (tokenizer.files, tokenizer.eos)
-    check_target(folder / HF, [*(name for name, _ in (start.source.files if start.source else ())), *exported])
+    kept = dict(start.source.files) if start.source else {}
+    check_target(folder / HF, [*kept, *inputs.tokenizer_files])
 
     def write_folder() -> None:
         if reader is not None:
             update(whole, folder, files)
             return
         lock.close()
-        lock.enter_context(locked(folder))
+        lock.enter_context(held(folder))
         if latest(folder) is not None:
             raise CheckpointError(f"another process has begun to train in {folder}; give the same command again")
-        make(whole, folder, files, start.source, tokenizer)
+        make(whole, folder, files, start.source, inputs.tokenizer)
 
     _on_first(comm, write_folder)
 
     def save_hf(state: TrainState, name: str) -> None:
-        weights, write = engine.weights(state), comm.rank == 0
-        export(start.model, weights, folder / name, source=start.source, files=exported, eos=eos, write=write)
+        export(
+            start.model,
+            engine.weights(state),
+            folder / name,
+            source=start.source,
+            files=inputs.tokenizer_files,
+            eos=None if inputs.tokenizer is None else inputs.tokenizer.eos,
+            write=comm.rank == 0,
+        )
 
-    sinks = open_sinks(folder, run.log, rank=comm.rank, step=engine.state.step, config={"run": to_json(run)})
+    sinks = open_sinks(folder, run.log, rank=comm.rank, step=engine.state.step, config={"run": meta["run"]})
     return Job(
         run=run,
         model=start.model,
         folder=folder,
         engine=engine,
-        rows=rows,
-        eval_rows=held_out,
+        rows=inputs.rows,
+        eval_rows=inputs.eval_rows,
         evaluated=comm.broadcast(last_evaluation(folder / METRICS) if comm.rank == 0 else 0),
         layout=layout,
         device=device,
@@ -180,6 +183,38 @@ def open_job(
         export=save_hf,
         lock=lock,
     )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Inputs:
+    """What a run reads."""
+
+    tokenizer: Tokenizer | None
+    """The tokenizer, None for data without text."""
+    rows: Rows
+    """Training rows."""
+    eval_rows: Rows | None
+    """Held-out rows."""
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """Files of the tokenizer by name."""
+        return {} if self.tokenizer is None else self.tokenizer.files
+
+    @property
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """What a resume must find again."""
+        return {} if self.tokenizer is None else {"sha256": self.tokenizer.fingerprint, "eos": self.tokenizer.eos}
+
+
+def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConfig, layout: Layout) -> _Inputs:
+    tokenizer = _tokenizer(run, folder, reader)
+    check_split(run.data, run.eval.data)
+    rows = _open(run.data, "data", run.seed, model, tokenizer)
+    check_layout(model, layout, rows.describe().get("length", 1))
+    # Held-out rows are packed in one way, so that held-out losses compare between seeds.
+    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer)
+    return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
 def _on_first(comm: Comm, work: Callable[[], None]) -> None:
@@ -224,7 +259,7 @@ def _check_disk(engine: Engine, folder: Path, comm: Comm) -> None:
 def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | None:
     kept = folder / TOKENIZER
     if reader is not None:
-        if stated(reader, "tokenizer") is None:
+        if not reader.fact("tokenizer", dict):
             return None
         # The run goes on with the tokenizer that it began with, even if today another one would be trained.
         config: TokenizerConfig = HfTokenizer(path=str(kept))
@@ -268,4 +303,4 @@ def _engine(
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
     engine.restore(engine.state, reader)
     check_all_read(reader, comm=comm)
-    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.meta["tokens"]))
+    return attrs.evolve(engine, state=attrs.evolve(engine.state, step=reader.step, tokens=reader.fact("tokens", int)))

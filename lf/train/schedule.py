@@ -7,16 +7,14 @@ the schedule's `final`.
 import functools
 import math
 
-from lf.models.spec import type_name
+from lf.models.spec import no_rule
 from lf.train.config import Constant, Cosine, Linear, ScheduleConfig, Wsd
 
 
 @functools.singledispatch
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Returns the factor on the learning rate at step `step` of `steps`."""
-    raise NotImplementedError(
-        f"factor has no rule for {type_name(schedule)}; add one with @factor.register in the file that defines it"
-    )
+    raise no_rule(factor, schedule)
 
 
 def _line(begin: int, final: float, step: int, steps: int) -> float:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +18,8 @@ from typing import BinaryIO
 import attrs
 import torch
 from torch import Tensor
+
+from lf.storage import flush
 
 CHUNK_BYTES = 1 << 26
 """Most bytes that are copied from a device at once while a shard is written."""
@@ -248,8 +249,7 @@ def write_shard(path: Path, shard: Shard) -> str:
         file.write(shard.head)
         for piece in shard.pieces:
             _put(piece, file, digest)
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
     return digest.hexdigest()
 
 

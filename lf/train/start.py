@@ -1,6 +1,7 @@
 """What a run starts from (a Hugging Face folder, or a checkpoint of lf), and what it exports."""
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from lf.config import from_json, load, load_function
+from lf.config import code_of, from_json, load_classes, load_function
 from lf.devices.device import Device
 from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
 from lf.models.hf_save import Source, load_source, save_folder
-from lf.models.spec import Ctx, ModelConfig, Placed, build_model, paths, weight_map
+from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
 from lf.train.folder import SOURCE
@@ -60,13 +61,13 @@ def open_start(init: str, model: ModelConfig | None, family: str = "") -> Start:
     )
 
 
-def open_saved(folder: Path, family: str = "") -> Start:
+def open_saved(folder: Path, family: str = "", config_file: str = "") -> Start:
     """Returns what a Hugging Face or run folder holds, for a process that has loaded no config. Else as `open_start`.
 
-    The copy of a run's config file is executed where the run has classes from there.
+    `config_file` is executed first, for a model whose class is in it; no file of the folder is executed unasked.
     """
-    if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-        load(folder / "config.json")
+    if config_file:
+        load_classes(config_file)
     return open_start(str(folder), None, family)
 
 
@@ -87,7 +88,7 @@ def newest(folder: Path) -> tuple[Reader, tuple[Skipped, ...]]:
 
 def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None) -> Start:
     """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
-    found = model if model is not None else from_json(reader.meta["model"], source=str(reader.path), kind=ModelConfig)
+    found = model if model is not None else _saved_model(folder, reader)
 
     def check(shapes: Mapping[str, tuple[int, ...]]) -> None:
         saved = weight_shapes(reader)
@@ -102,6 +103,21 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
         published=Published(check=check, read=functools.partial(_read, reader)),
         source=_restated(load_source(source), model) if source.is_dir() else None,
     )
+
+
+def _saved_model(folder: Path, reader: Reader) -> ModelConfig:
+    text = reader.fact("model", str)
+    try:
+        model: ModelConfig = from_json(text, source=str(reader.path), kind=ModelConfig)
+    except ValueError as error:
+        for file in (file for file in code_of(text, folder) if file.stem not in sys.modules):
+            raise ValueError(
+                f"{error}\nIts class may be in {file}, and no code of a folder is executed unasked. If you trust that "
+                f"file, name it: --config-file {file} (generate.py, convert.py), or train.py --cfg a file "
+                "that imports it"
+            ) from error
+        raise
+    return model
 
 
 def _read(reader: Reader, placed: Placed) -> Tensor:
@@ -127,15 +143,15 @@ def load_model(start: Start, ctx: Ctx) -> nn.Module:
     assert start.published is not None
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     if ctx.groups is None:
-        held = [(param, weights.whole(name, tuple(param.shape))) for name, param in model.named_parameters()]
+        held = [(tensor, weights.whole(name, tuple(tensor.shape))) for name, tensor in named_tensors(model).items()]
     else:
         from lf.parallel.megatron import placements
 
         held = placements(model, ctx)
     start.published.check({placed.name: placed.shape for _, placed in held})
     with torch.no_grad():
-        for param, placed in held:
-            param.copy_(initial_value(start.model, 0, placed, param, start.published))
+        for tensor, placed in held:
+            tensor.copy_(initial_value(start.model, 0, placed, tensor, start.published))
     return model
 
 

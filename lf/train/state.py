@@ -1,6 +1,6 @@
 """What a training run carries from step to step, and what a train path gives to the loop."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lf.models.initialise import initial_tensor
-from lf.models.spec import Batch, ModelConfig, Placed
+from lf.models.spec import Batch, ModelConfig, Placed, type_name, weight_map
 from lf.train.reader import Reader
 from lf.train.shards import Piece
 
@@ -63,7 +63,7 @@ class Engine:
     pieces: Callable[[TrainState], Iterator[Piece]]
     """Gives what this rank must save."""
     restore: Callable[[TrainState, Reader], None]
-    """Puts a checkpoint's tensors into the state, in place."""
+    """Puts a checkpoint into the state, in place; CheckpointError, on every rank, unless the tensors are the same."""
     weights: Callable[[TrainState], Callable[[str], Tensor]]
     """Returns a function from canonical names to whole tensors; every rank calls it, rank 0 may use it."""
 
@@ -76,6 +76,22 @@ class Published:
     """Raises ValueError unless the weights and the model's global shapes, by canonical name, fit tensor by tensor."""
     read: Callable[[Placed], Tensor]
     """Reads this rank's tensor, without padding, in the dtype in which it is stored."""
+
+
+def check_names(cfg: ModelConfig, names: Collection[str]) -> None:
+    """Raises ValueError unless a family's weight map makes the tensors of its model, no fewer and no more.
+
+    `names` are the canonical names of all parameters and persistent buffers, over all ranks. An export would lose the
+    one and miss the other.
+    """
+    made = weight_map(cfg).by_lf
+    lost, missing = sorted(set(names) - made.keys()), sorted(made.keys() - set(names))
+    if lost or missing:
+        told = [f"no rule for {name}" for name in lost[:3]] + [f"a rule for {name}, not in it" for name in missing[:3]]
+        raise ValueError(
+            f"weight_map of {type_name(cfg)} does not fit its model ({len(lost) + len(missing)} tensors): it has "
+            f"{', '.join(told)}; change its rules, or register a buffer that need not be saved with persistent=False"
+        )
 
 
 def initial_value(cfg: ModelConfig, seed: int, placed: Placed, local: Tensor, published: Published | None) -> Tensor:

@@ -13,6 +13,8 @@ from attrs.validators import and_, ge, gt, le, optional
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lf.models.spec import no_rule
+
 
 @attrs.frozen(kw_only=True)
 class RopeScaling:
@@ -168,8 +170,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @functools.singledispatch
 def scaled_frequencies(scaling: RopeScaling, theta: float, rot: int, length: int) -> tuple[Tensor, float]:
     """Returns what `inverse_frequencies` does, for `rot` rotated dims; a new scaling registers its rule here."""
-    name = f"{type(scaling).__module__}.{type(scaling).__qualname__}"
-    raise NotImplementedError(f"scaled_frequencies has no rule for {name}; add one with @scaled_frequencies.register")
+    raise no_rule(scaled_frequencies, scaling)
 
 
 def _powers(theta: float, rot: int) -> Tensor:

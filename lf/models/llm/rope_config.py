@@ -18,7 +18,7 @@ from lf.models.layers.rope import (
     YarnScaling,
 )
 from lf.models.llm.fields import agreed, flag, number, whole
-from lf.models.spec import type_name
+from lf.models.spec import no_rule
 
 DEFAULT_THETA = 10000.0
 """Base of the rotary frequencies where a config.json names none, as in transformers."""
@@ -82,9 +82,7 @@ def write_rope(rope: Rope, max_length: int) -> dict[str, Any]:
 @functools.singledispatch
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     """Returns a rope scaling in the words of config.json: `rope_type` and the keys of that type."""
-    raise NotImplementedError(
-        f"scaling_fields has no rule for {type_name(scaling)}; add one with @scaling_fields.register"
-    )
+    raise no_rule(scaling_fields, scaling)
 
 
 @scaling_fields.register
