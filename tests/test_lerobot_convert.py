@@ -204,7 +204,7 @@ def check_files(root: Path, folder: Path, order: list[int]) -> None:
         row = rows.frame_row(place)
         assert (row["state"] == TOY.states[number]).all()
         assert (row["actions"][0] == TOY.actions[number]).all()
-        assert row["images"]["front"].shape == (*SIZE, 3)
+        assert row["images"]["front"].shape == (3, *SIZE)
         assert abs(float(row["images"]["front"].mean()) - level(0, number)) <= 3
 
 

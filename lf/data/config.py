@@ -40,7 +40,7 @@ class Camera:
     name: str = attrs.field(validator=min_len(1))
     """What rows call it; datasets that are mixed share these names."""
     key: str = ""
-    """Feature of the dataset, of kind video or image; empty for a camera that the dataset lacks: black, and masked."""
+    """Feature of the dataset, of kind video or image; empty for a camera that the dataset lacks: it is masked."""
     seconds: tuple[float, ...] = ()
     """Times of a window, relative to the row's frame; empty gives that one frame, without an axis of time."""
 

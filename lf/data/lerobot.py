@@ -95,11 +95,11 @@ class LeRobotRows:
     def frame_row(self, row: int) -> dict[str, Any]:
         """Returns the row of a frame, counted from 0 over the episodes in ascending order:
 
-        - `images`: uint8 [H, W, 3] (RGB) by camera, or [T, H, W, 3] where the camera has a window; black where the
-          dataset lacks the camera.
+        - `images`: uint8 [3, H, W] (RGB) by camera, or [T, 3, H, W] where the camera has a window; a camera that the
+          dataset lacks is left out.
         - `image_mask`: by camera, whether the dataset has it. `image_is_pad`: bool [T] by camera with a window.
         - `state`: float32 [D], or [T, D] with `state_is_pad` bool [T]; scaled. `state_raw`: [D], that of the frame.
-        - `actions`: float32 [S, D], scaled, and `actions_is_pad` bool [S], the steps beyond the episode's end.
+        - `actions`: float32 [S, D], scaled, and `action_is_pad` bool [S], the steps beyond the episode's end.
         - `task`: the instruction. `fps`: frames (and actions) a second.
         - each extra field under its name, with `<name>_is_pad` bool [T] where it has a window.
         - `episode`, `frame` (in the episode), `timestamp` (seconds in the episode) and `id`.
@@ -114,8 +114,9 @@ class LeRobotRows:
             out["state_raw"] = self._values(self.cfg.state, row)
             out["state"] = normalise(self.normalisers.state, out["state"], "state")
         if self.cfg.actions:
-            out |= self._window("actions", self.cfg.actions, "actions", at, frame)
-            out["actions"] = encode_actions(self.normalisers, out["actions"], out.get("state_raw"))
+            places, out["action_is_pad"] = self.place(self.steps["actions"], at, frame)
+            raw = self._values(self.cfg.actions, places)
+            out["actions"] = encode_actions(self.normalisers, raw, out.get("state_raw"))
         return {
             **out,
             "task": self.tasks[int(self.columns["task_index"][row, 0])],
@@ -127,14 +128,14 @@ class LeRobotRows:
         }
 
     def describe(self) -> dict[str, int]:
-        """Returns `rows`, `episodes`, `cameras`, `state_dim` and `action_dim` (0 for none), `chunk` and `content`."""
+        """Returns `rows`, `episodes`, `cameras`, `state_dims`, `action_dims`, `length` (of a chunk) and `content`."""
         return {
             "rows": len(self),
             "episodes": len(self.episodes),
             "cameras": len(self.cameras),
-            "state_dim": self.width(self.cfg.state),
-            "action_dim": self.width(self.cfg.actions),
-            "chunk": self.cfg.chunk,
+            "state_dims": self.width(self.cfg.state),
+            "action_dims": self.width(self.cfg.actions),
+            "length": self.cfg.chunk,
             "content": int(key_of(self.content, to_json(self.normalisers))[:15], 16),
         }
 
@@ -186,18 +187,15 @@ class LeRobotRows:
 
     def _pictures(self, at: int, frame: int) -> dict[str, Any]:
         images, mask, pads = {}, {}, {}
-        black = next((self.pictures[camera.key].size for camera in self.cameras if camera.key), (224, 224))
         for number, camera in enumerate(self.cameras):
+            mask[camera.name] = bool(camera.key)
             steps = self.steps[f"cameras[{number}]"]
             rows, is_pad = self.place(steps or (0,), at, frame)
-            mask[camera.name] = bool(camera.key)
-            if camera.key:
-                pixels = read_pictures(self.pictures[camera.key], self.decoders, at, rows)
-            else:
-                pixels = np.zeros((len(rows), *black, 3), np.uint8)
-            images[camera.name] = pixels if steps else pixels[0]
             if steps:
                 pads[camera.name] = is_pad
+            if camera.key:
+                pixels = np.moveaxis(read_pictures(self.pictures[camera.key], self.decoders, at, rows), -1, 1)
+                images[camera.name] = pixels if steps else pixels[0]
         return {"images": images, "image_mask": mask, "image_is_pad": pads} if self.cameras else {}
 
 
@@ -245,11 +243,10 @@ def open_lerobot(
 def fit_rows(parts: Sequence[LeRobotRows], cache_dir: Path, where: str) -> Normalisers:
     """Returns the normalisers of datasets that are trained on together, each frame counting once.
 
-    They are computed once for a content. Raises ValueError where the datasets do not fit together.
+    They are computed once for a content. Raises ValueError where `normalise` does not fit them.
     """
     first = parts[0]
     how = first.cfg.normalise
-    _check_alike(parts, where)
     if how.file:
         norms = read_normalisers(Path(how.file).expanduser())
         if how.delta and how.delta != norms.delta:
@@ -281,7 +278,8 @@ def fit_rows(parts: Sequence[LeRobotRows], cache_dir: Path, where: str) -> Norma
     return read_normalisers(folder / "normalisers.json")
 
 
-def _check_alike(parts: Sequence[LeRobotRows], where: str) -> None:
+def check_alike(parts: Sequence[LeRobotRows], where: str) -> None:
+    """Raises ValueError, with the names of the datasets, where they cannot be mixed."""
     first = parts[0]
     for part in parts[1:]:
         facts = {

@@ -11,7 +11,7 @@ _SHOWN = 5
 
 _TAKEN = frozenset(
     (
-        *("state", "state_raw", "state_is_pad", "actions", "actions_is_pad", "images", "image_mask", "image_is_pad"),
+        *("state", "state_raw", "state_is_pad", "actions", "action_is_pad", "images", "image_mask", "image_is_pad"),
         *("task", "fps", "episode", "frame", "timestamp", "id"),
     )
 )

@@ -143,11 +143,8 @@ def _item(rows: LeRobotRows, sample: Mapping[str, Any]) -> dict[str, Any]:
         if name.startswith("golden "):
             bare = value.shape == (1,) and not name.endswith("_is_pad")
             item[name.removeprefix("golden ")] = value[0] if bare else value
-    for name, pixels in row.get("images", {}).items():
-        if row["image_mask"][name]:
-            item[name] = np.moveaxis(pixels, -1, -3)
-        if name in row["image_is_pad"]:
-            item[f"{name}_is_pad"] = row["image_is_pad"][name]
+    item |= row.get("images", {})
+    item |= {f"{name}_is_pad": is_pad for name, is_pad in row.get("image_is_pad", {}).items()}
     return item
 
 

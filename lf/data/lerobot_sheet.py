@@ -83,7 +83,7 @@ def _draw_frames(figure: Any, grid: Any, rows: LeRobotRows, number: int, at: int
         item = rows.frame_row(row)
         for strip, camera in enumerate(rows.cameras):
             axes = figure.add_subplot(grid[at + strip, place])
-            axes.imshow(item["images"][camera.name])
+            axes.imshow(np.moveaxis(item["images"][camera.name], 0, -1))
             axes.set_xticks([])
             axes.set_yticks([])
             if not place:

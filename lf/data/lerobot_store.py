@@ -35,8 +35,6 @@ class Pictures:
     """[R] presentation time of each row's frame in its video; else where its picture ends in the file."""
     is_video: bool
     """Whether they are videos."""
-    size: tuple[int, int]
-    """Height and width, as the dataset states them."""
 
 
 def read_pictures(pictures: Pictures, decoders: Decoders, at: int, rows: NDArray[np.int64]) -> Pixels:
@@ -171,5 +169,4 @@ def open_pictures(want: Scan, key: str, episodes: Sequence[int], folder: Path, n
         else (folder / f"pictures_{number}.bin",),
         ticks=np.load(folder / f"ticks_{number}.npy", mmap_mode="r"),
         is_video=is_video,
-        size=(feature.shape[0], feature.shape[1]),
     )

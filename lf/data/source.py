@@ -15,13 +15,13 @@ from lf.data.cache import key_of
 from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.lerobot import LeRobotRows, fit_rows, open_lerobot
+from lf.data.lerobot import LeRobotRows, check_alike, fit_rows, open_lerobot
 from lf.data.normalise import Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
 from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
 
-_COMMON = ("vocab", "length", "cameras", "state_dim", "action_dim", "chunk")
+_COMMON = ("vocab", "length", "cameras", "state_dims", "action_dims")
 
 Row = dict[str, Any]
 """One row: what a family's `collate` reads, and `id`, which names the row's content."""
@@ -172,15 +172,18 @@ def _(cfg: Mixture, ctx: DataCtx) -> MixedRows:
     robots = _robots(rows)
     if not robots:
         return rows
+    check_alike(robots, ctx.path)
     # One model sees all parts, so they are scaled alike.
     return _scaled(rows, ctx.normalisers or fit_rows(robots, ctx.cache_dir, ctx.path), ctx.path)
 
 
 def _mix(cfg: Mixture, ctx: DataCtx) -> MixedRows:
-    inner = [(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts)]
-    parts = tuple(_open_part(data, part_ctx) for data, part_ctx in inner)
+    parts = tuple(_open_part(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts))
+    kinds = {bool(_robots(part)) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"{ctx.path}.parts are of robots and of texts; a mixture has parts of one kind")
     lengths = [part.describe().get("length") for part in parts]
-    if len(set(lengths)) > 1:
+    if len(set(lengths)) > 1 and kinds == {False}:
         raise ValueError(f"{ctx.path}.parts have rows of {lengths} tokens; rows of a mixture must be of one length")
     return MixedRows(parts=parts, weights=integer_weights([part.weight for part in cfg.parts]))
 

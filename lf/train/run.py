@@ -15,7 +15,8 @@ import torch.distributed as dist
 from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.source import DataCtx, Rows, open_data
+from lf.data.normalise import Normalisers
+from lf.data.source import DataCtx, Rows, normalisers_of, open_data
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
@@ -129,6 +130,7 @@ def open_job(
         "params": run.precision.params,
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
+        "normalisers": inputs.normalisers,
     }
     if reader is not None:
         check_same_data(reader, meta)
@@ -197,6 +199,12 @@ class _Inputs:
     """Held-out rows."""
 
     @property
+    def normalisers(self) -> str | None:
+        """How robot data is scaled, as JSON: what evaluation and serving read back; None without such data."""
+        found = normalisers_of(self.rows)
+        return None if found is None else to_json(found)
+
+    @property
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """Files of the tokenizer by name."""
         return {} if self.tokenizer is None else self.tokenizer.files
@@ -213,7 +221,8 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     rows = _open(run.data, "data", run.seed, model, tokenizer)
     check_layout(model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
-    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer)
+    norms = normalisers_of(rows)
+    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer, norms)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
@@ -273,8 +282,16 @@ def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | Non
     return open_tokenizer(config, run.data, DataCtx(seed=run.seed, cache_dir=cache_dir()))
 
 
-def _open(data: DataConfig, path: str, seed: int, model: ModelConfig, tokenizer: Tokenizer | None) -> Rows:
-    rows = open_data(data, DataCtx(seed=seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path))
+def _open(
+    data: DataConfig,
+    path: str,
+    seed: int,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+    normalisers: Normalisers | None = None,
+) -> Rows:
+    ctx = DataCtx(seed=seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path, normalisers=normalisers)
+    rows = open_data(data, ctx)
     if not len(rows):
         raise ValueError(f"{path} has no rows; give it samples")
     facts = dict(rows.describe())
