@@ -162,12 +162,13 @@ class Decoders:
         """Returns the frames [T, H, W, 3] at the given ticks; frames that repeat are decoded once."""
         with self._borrow(path) as decoder:
             found = {tick: decoder.frame(tick) for tick in sorted(set(pts))}
-        return np.stack([found[tick] for tick in pts])
+        return found[pts[0]][None] if len(pts) == 1 else np.stack([found[tick] for tick in pts])
 
     @contextlib.contextmanager
     def _borrow(self, path: Path) -> Iterator[Decoder]:
         with self._lock:
-            key = next((key for key, decoder in self._idle.items() if decoder.path == path), None)
+            # The one that was used last stands where a reader of frames in order left it.
+            key = next((key for key, decoder in reversed(self._idle.items()) if decoder.path == path), None)
             decoder = self._idle.pop(key) if key is not None else None
         decoder = decoder or Decoder(path)
         try:
