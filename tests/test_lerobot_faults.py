@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -424,6 +425,21 @@ def test_statistics_that_writers_are_known_to_get_wrong_are_notes(root: Path) ->
     assert "recorded std of 2 of 2 dims is off" in told
     assert "recorded q01 of 2 of 2 dims is off" in told
     assert "standard deviation of its pixels is [0.004, 0.004, 0.004], too small to be true" in told
+
+
+def test_rotten_frames_are_found_where_all_are_decoded(made: dict[str, Path], tmp_path: Path) -> None:
+    root = shutil.copytree(made["v2.1"], tmp_path / "toy")
+    path = video21(root, 2)
+    with av.open(str(path)) as file:
+        entries = list(file.streams.video[0].index_entries)
+        spans = [(entry.pos, entry.size) for entry in entries if entry.is_keyframe][1:]
+    data = bytearray(path.read_bytes())
+    for at, size in spans:
+        data[at : at + size] = bytes(size)
+    path.write_bytes(data)
+    found = [one for one in audit(root, decode="all").findings if one.level == "fatal"]
+    assert [(one.episode, one.feature) for one in found] == [(2, FRONT)]
+    assert "cannot be decoded" in found[0].message or "no frame at tick" in found[0].message
 
 
 def test_depths_are_refused_as_a_camera(made: dict[str, Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Opening for training makes the same checks of what it needs, and stops at what i
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -38,10 +38,10 @@ class Audit:
         return all(finding.level == "note" for finding in self.findings)
 
 
-def audit(root: Path, episodes: Sequence[int] | None = None) -> Audit:
+def audit(root: Path, episodes: Sequence[int] | None = None, decode: Literal["ends", "all"] = "ends") -> Audit:
     """Returns everything that is wrong with a dataset, or with some of its episodes. Never raises for a bad dataset.
 
-    The first and the last frame of every episode are decoded; of the frames in between, the times are checked.
+    The first and the last frame of every episode are decoded, or all of them; the times of all frames are checked.
     """
     try:
         meta = read_meta(root)
@@ -59,7 +59,7 @@ def audit(root: Path, episodes: Sequence[int] | None = None) -> Audit:
         meta=meta,
         keys=tuple(feature.key for feature in meta.features.values() if feature.is_number),
         cameras=tuple(feature.key for feature in meta.cameras if not check_camera(feature)),
-        deep=True,
+        decode=decode,
     )
     kept: dict[str, list[Any]] = {}
     recorded, read = _recorded_of_episodes(meta, findings), 0

@@ -3,7 +3,7 @@
 import functools
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import attrs
 import tyro
@@ -27,6 +27,8 @@ class Check:
     """The dataset."""
     episodes: tuple[int, ...] | None = None
     """Episodes to look at; all of them by default."""
+    decode: Literal["ends", "all"] = "ends"
+    """Frames of an episode to decode: its first and its last one, or all, which takes long and finds rotten bytes."""
     json: bool = False
     """Print one JSON object."""
 
@@ -97,7 +99,7 @@ def run(command: Any) -> Report:
 
 @run.register
 def _(command: Check) -> Report:
-    found = audit(command.folder, command.episodes)
+    found = audit(command.folder, command.episodes, command.decode)
     return Report(ok=found.ok, text=_lines(found), facts=to_json(found))
 
 

@@ -76,8 +76,8 @@ class Scan:
     """Cameras to read."""
     tolerance: float = 1e-4
     """Seconds by which a timestamp may miss its frame."""
-    deep: bool = False
-    """Whether to decode the first and the last frame of each episode, too."""
+    decode: Literal["none", "ends", "all"] = "none"
+    """Which frames of each episode to decode, too: none, the first and the last, or all."""
 
 
 def scan(want: Scan, episodes: Sequence[int]) -> Iterator[Scanned]:
@@ -283,8 +283,8 @@ def _clip(
         add("fatal", f"the video has {spanned} frames for the {episode.length} rows of the table; record it again")
         return None
     ticks = video.pts[found]
-    if want.deep:
-        _check_decodes(want.meta.root / clip.file, ticks, add)
+    if want.decode != "none":
+        _check_decodes(want.meta.root / clip.file, ticks if want.decode == "all" else ticks[[0, -1]], add)
     return ticks
 
 
@@ -292,8 +292,8 @@ def _check_decodes(path: Path, ticks: NDArray[np.int64], add: Callable[[Level, s
     decoder = None
     try:
         decoder = Decoder(path)
-        for tick in (ticks[0], ticks[-1]):
-            decoder.frame(int(tick))
+        for tick in ticks.tolist():
+            decoder.frame(tick)
     except ValueError as error:
         add("fatal", str(error))
     finally:

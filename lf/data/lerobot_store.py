@@ -6,6 +6,7 @@ Shapes: R rows (frames of all episodes), E episodes, T frames asked for, H heigh
 import hashlib
 import io
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.cache import key_of
+from lf.data.cache import build_once, key_of
 from lf.data.files import TextFile, file_digests
 from lf.data.lerobot_meta import inside
 from lf.data.lerobot_scan import Scan, Scanned, locate, scan
@@ -23,6 +24,7 @@ from lf.data.video import Decoders, Pixels
 _FORMAT = 1
 _ENDS = 1 << 16
 _SHOWN = 5
+_SETTLED_NS = 2_000_000_000
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -84,8 +86,24 @@ def content_key(want: Scan, episodes: Sequence[int], cache_dir: Path) -> str:
         [attrs.asdict(meta.features[key]) for key in (*want.keys, *want.cameras)],
         [attrs.asdict(episode) for episode in chosen],
         [data, file_digests(listed, cache_dir) if listed else []],
-        [[file, _ends(meta.root / file)] for file in videos],
+        [videos, _ends_of([meta.root / file for file in videos], cache_dir)],
     )
+
+
+def _ends_of(paths: Sequence[Path], cache_dir: Path) -> list[str]:
+    """Returns a hash of the size and the ends of each file, cached under their paths, sizes and times."""
+    stats = [path.stat() if path.is_file() else None for path in paths]
+    newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats if stat), default=0)
+    # A file that changed so lately may change once more and keep its time.
+    if not paths or None in stats or newest > time.time_ns() - _SETTLED_NS:
+        return [_ends(path) for path in paths]
+    seen = [
+        [str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        for path, stat in zip(paths, stats, strict=True)
+        if stat
+    ]
+    facts = build_once(cache_dir / "video_ends" / key_of(seen), lambda _: {"sha256": [_ends(path) for path in paths]})
+    return [str(digest) for digest in facts["sha256"]]
 
 
 def _ends(path: Path) -> str:

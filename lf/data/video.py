@@ -64,9 +64,9 @@ def index_video(path: Path) -> VideoIndex:
                 raise ValueError(f"{path} has no video stream; give the video of a camera")
             stream = file.streams.video[0]
             end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
-            pts = np.array(
-                sorted(packet.pts for packet in file.demux(stream) if packet.pts is not None and packet.size), np.int64
-            )
+            packets = [(packet.pts, packet.is_discard) for packet in file.demux(stream) if packet.size]
+            # Frames that the container cuts off at the start are decoded, and never shown.
+            pts = np.array(sorted(tick for tick, cut in packets if tick is not None and not cut), np.int64)
             codec = stream.codec_context
             found = VideoIndex(
                 pts=pts, unit=Fraction(stream.time_base), height=codec.height, width=codec.width, codec=codec.name
@@ -74,10 +74,10 @@ def index_video(path: Path) -> VideoIndex:
             stated = stream.frames
     except av.error.FFmpegError as error:
         raise ValueError(f"{path} is no video that can be read ({error}); it may be cut off, fetch it again") from error
-    if end > size or (stated and stated != len(pts)):
+    if end > size or (stated and stated != len(packets)):
         raise ValueError(
-            f"{path} is cut off: the container lists {stated} frames up to byte {end}, and the file has {len(pts)} in "
-            f"{size} bytes; fetch it again"
+            f"{path} is cut off: the container lists {stated} frames up to byte {end}, and the file has {len(packets)} "
+            f"in {size} bytes; fetch it again"
         )
     if not len(pts):
         raise ValueError(f"{path} has no frame; fetch or record it again")
