@@ -134,9 +134,9 @@ class Toy:
         return found
 
 
-def png(pixels: np.ndarray[Any, Any], mode: str = "RGB") -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(out, "PNG")
+def png(pixels: np.ndarray[Any, Any], mode: str = "") -> bytes:
+    out, image = io.BytesIO(), Image.fromarray(pixels)
+    (image.convert(mode) if mode else image).save(out, "PNG")
     return out.getvalue()
 
 

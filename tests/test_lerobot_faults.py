@@ -17,7 +17,19 @@ from lf.data.config import Camera, LeRobotData, Normalise, Signal
 from lf.data.lerobot_audit import Audit, audit
 from lf.data.source import open_data
 from tests.data_tools import byte_tokenizer, context
-from tests.robot_tools import CAMERAS, FPS, TASKS, Toy, change_column, change_json, encode, frame, write_v21, write_v30
+from tests.robot_tools import (
+    CAMERAS,
+    FPS,
+    TASKS,
+    Toy,
+    change_column,
+    change_json,
+    encode,
+    frame,
+    png,
+    write_v21,
+    write_v30,
+)
 
 FRONT, WRIST = CAMERAS
 DATA = LeRobotData(path="", normalise=Normalise())
@@ -440,6 +452,30 @@ def test_rotten_frames_are_found_where_all_are_decoded(made: dict[str, Path], tm
     found = [one for one in audit(root, decode="all").findings if one.level == "fatal"]
     assert [(one.episode, one.feature) for one in found] == [(2, FRONT)]
     assert "cannot be decoded" in found[0].message or "no frame at tick" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:40], "it is broken"),
+        (lambda data: data[:50] + b"xxxx" + data[54:], "it is broken"),
+        (lambda data: None, "it is not in the row"),
+        (lambda data: png(np.zeros((8, 8, 3), np.uint8)), r"it is 8 x 8, and info\.json says \(48, 64\)"),
+        (lambda data: png(np.zeros((48, 64), np.uint16)), "pixels of mode I"),
+    ],
+)
+def test_pictures_that_cannot_be_read_are_found_when_opened(
+    tmp_path: Path, damage: Callable[[bytes], bytes | None], message: str
+) -> None:
+    root = write_v30(tmp_path / "toy", Toy(lengths=(3,), kind="image", cameras=(FRONT,)))
+    table = pq.read_table(data30(root))
+    pictures = table[FRONT].to_pylist()
+    pictures[1]["bytes"] = damage(pictures[1]["bytes"])
+    column = pa.array(pictures, table.schema.field(FRONT).type)
+    pq.write_table(table.set_column(table.column_names.index(FRONT), FRONT, column), data30(root))
+    with pytest.raises(ValueError, match=rf"toy, episode 0, {FRONT}, .*: the picture of frame 1: .*{message}"):
+        open_data(attrs.evolve(DATA, path=str(root)), context(tmp_path))
+    assert found(audit(root), "fatal") == [(0, FRONT, "data/chunk-000/file-000.parquet")]
 
 
 def test_depths_are_refused_as_a_camera(made: dict[str, Path], tmp_path: Path) -> None:

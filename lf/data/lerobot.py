@@ -83,7 +83,7 @@ class LeRobotRows:
     @property
     def threads(self) -> int:
         """How many rows are worth reading at once."""
-        return min(_MOST_THREADS, len(os.sched_getaffinity(0))) if self.pictures else 1
+        return min(_MOST_THREADS, os.cpu_count() or 1) if self.pictures else 1
 
     def row(self, epoch: int, index: int) -> dict[str, Any]:
         """Returns the row at a place of an epoch, as `frame_row` gives it; its `id` begins with `epoch:index`."""
@@ -140,8 +140,7 @@ class LeRobotRows:
         }
 
     def scaled(self, norms: Normalisers, where: str) -> "LeRobotRows":
-        """Returns the rows with other normalisers; raises ValueError where they do not fit the states and actions."""
-        where = self.cfg.normalise.file or f"{where}.normalise"
+        """Returns the rows with other normalisers, which `where` names; raises ValueError where they do not fit."""
         check_normalisers(norms, state=self.width(self.cfg.state), actions=self.width(self.cfg.actions), where=where)
         return attrs.evolve(self, normalisers=norms)
 

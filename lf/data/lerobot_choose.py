@@ -88,7 +88,7 @@ def check_prompts(meta: Meta, episodes: Sequence[int], limit: int, tokenizer: To
         raise ValueError(f"{where}.max_prompt = {limit} counts tokens, and the run has no tokenizer; set one, or 0")
     first: dict[str, int] = {}
     for number in episodes:
-        for task in meta.episodes[number].tasks:
+        for task in meta.episodes[number].tasks or meta.tasks.values():
             first.setdefault(task, number)
     texts = list(dict.fromkeys([*first, *meta.tasks.values()]))
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):

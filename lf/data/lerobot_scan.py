@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lf.data.lerobot_meta import V21, Episode, Feature, Meta, numbered, read_table
+from lf.data.picture import picture_fault
 from lf.data.video import Decoder, VideoIndex, index_video, nearest
 
 Level = Literal["fatal", "wrong", "note"]
@@ -56,7 +57,7 @@ class Scanned:
     """What the metadata says."""
     columns: Columns
     """[N, D] values of each column that could be read."""
-    pictures: Mapping[str, list[Any]]
+    pictures: Mapping[str, list[bytes]]
     """Encoded pictures of each camera of kind `image`."""
     ticks: Mapping[str, NDArray[np.int64]]
     """[N] presentation time of each row's frame in the video of each camera, in the ticks of its file."""
@@ -92,13 +93,13 @@ def scan(want: Scan, episodes: Sequence[int]) -> Iterator[Scanned]:
         episode = want.meta.episodes[number]
         table, findings = _rows_of_episode(want.meta, episode, files[number], read)
         values: Columns = {}
-        images: dict[str, list[Any]] = {}
+        images: dict[str, list[bytes]] = {}
         ticks: dict[str, NDArray[np.int64]] = {}
         if table is not None:
             for key in columns:
                 if key in pictures:
-                    images[key] = table[key].to_pylist()
-                    findings += _check_pictures(images[key], episode, key)
+                    images[key] = [one and one.get("bytes") for one in table[key].to_pylist()]
+                    findings += _check_pictures(images[key], episode, want.meta.features[key])
                 else:
                     values |= _column(table[key], want.meta, key, episode, findings)
             findings += _check_rows(want, episode, values)
@@ -231,11 +232,18 @@ def _check_times(
         )
 
 
-def _check_pictures(pictures: list[Any], episode: Episode, key: str) -> Iterator[Finding]:
-    empty = [at for at, one in enumerate(pictures) if not one or not (one.get("bytes") or one.get("path"))]
-    if empty:
-        message = f"there is no picture at frame {empty[0]} ({len(empty)} such frames); leave the episode out"
-        yield Finding(level="fatal", message=message, episode=episode.index, feature=key, file=episode.file)
+def _check_pictures(pictures: Sequence[bytes | None], episode: Episode, feature: Feature) -> Iterator[Finding]:
+    def faults() -> Iterator[tuple[int, str]]:
+        for frame, data in enumerate(pictures):
+            why = picture_fault(data, feature.shape[:2]) if data else "it is not in the row"
+            if why:
+                yield frame, why
+
+    wrong = list(faults())
+    if wrong:
+        frame, why = wrong[0]
+        message = f"the picture of frame {frame}: {why} ({len(wrong)} such frames); mend them, or leave the episode out"
+        yield Finding(level="fatal", message=message, episode=episode.index, feature=feature.key, file=episode.file)
 
 
 def _clip(

@@ -4,7 +4,6 @@ Shapes: R rows (frames of all episodes), E episodes, T frames asked for, H heigh
 """
 
 import hashlib
-import io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 
 from lf.data.cache import build_once, key_of
 from lf.data.files import TextFile, file_digests
-from lf.data.lerobot_meta import inside
 from lf.data.lerobot_scan import Scan, Scanned, locate, scan
+from lf.data.picture import decode_picture
 from lf.data.video import Decoders, Pixels
 
 _FORMAT = 1
@@ -50,23 +49,6 @@ def read_pictures(pictures: Pictures, decoders: Decoders, at: int, rows: NDArray
             file.seek(start)
             found.append(decode_picture(file.read(int(pictures.ticks[row]) - start), str(pictures.files[0])))
     return np.stack(found)
-
-
-def decode_picture(data: bytes, where: str) -> Pixels:
-    """Returns an encoded picture as RGB [H, W, 3]; raises ValueError with `where` for one that is broken or deep."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError(f"pictures are read by Pillow, which is missing ({error}); install lf[robot]") from error
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"it has pixels of mode {image.mode}, and lf reads 8 bits a channel")
-            return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{where}: a picture cannot be decoded ({error}); mend it, or leave its episode out"
-        ) from error
 
 
 def content_key(want: Scan, episodes: Sequence[int], cache_dir: Path) -> str:
@@ -139,7 +121,7 @@ def build_store(folder: Path, want: Scan, episodes: Sequence[int]) -> Mapping[st
             columns[key][at:end] = values
         for number, key in enumerate(want.cameras):
             ticks.setdefault(key, np.zeros(sum(lengths), np.int64))
-            ticks[key][at:end] = found.ticks[key] if key in found.ticks else _store(folder, number, want, found, key)
+            ticks[key][at:end] = found.ticks[key] if key in found.ticks else _store(folder, number, found, key)
         at = end
     if fatal:
         more = "" if len(fatal) <= _SHOWN else f"\n... and more; `prepare.py check {want.meta.root}` lists all"
@@ -155,26 +137,14 @@ def build_store(folder: Path, want: Scan, episodes: Sequence[int]) -> Mapping[st
     }
 
 
-def _store(folder: Path, number: int, want: Scan, found: Scanned, key: str) -> NDArray[np.int64]:
+def _store(folder: Path, number: int, found: Scanned, key: str) -> NDArray[np.int64]:
     """Appends the pictures of an episode to the camera's file, and returns where each ends."""
     ends = []
     with (folder / f"pictures_{number}.bin").open("ab") as out:
-        for frame, one in enumerate(found.pictures[key]):
-            where = f"{want.meta.root}, episode {found.episode.index}, {key}, frame {frame}"
-            data = one["bytes"] or _read_file(want.meta.root, str(one["path"]), where)
-            size = want.meta.features[key].shape[:2]
-            if not frame and (shape := decode_picture(data, where).shape[:2]) != size:
-                raise ValueError(f"{where}: the picture is {shape}, and info.json says {size}; correct info.json")
+        for data in found.pictures[key]:
             out.write(data)
             ends.append(out.tell())
     return np.array(ends, np.int64)
-
-
-def _read_file(root: Path, path: str, where: str) -> bytes:
-    try:
-        return (root / inside(path, where)).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{where}: the picture {path} cannot be read ({error}); fetch it") from error
 
 
 def open_pictures(want: Scan, key: str, episodes: Sequence[int], folder: Path, number: str) -> Pictures:

@@ -5,7 +5,7 @@ A source of your own is a `DataConfig` subclass and one rule, `@open_data.regist
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,9 +97,9 @@ def _(cfg: TextData, ctx: DataCtx) -> TextRows:
 
 
 @open_data.register
-def _(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
+def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
     rows = _open_robot(cfg, ctx)
-    return rows.scaled(ctx.normalisers or fit_rows([rows], ctx.cache_dir, ctx.path), ctx.path)
+    return _scaled(rows, [rows], ctx)
 
 
 def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
@@ -167,14 +167,14 @@ class MixedRows:
 
 
 @open_data.register
-def _(cfg: Mixture, ctx: DataCtx) -> MixedRows:
+def _(cfg: Mixture, ctx: DataCtx) -> Rows:
     rows = _mix(cfg, ctx)
     robots = _robots(rows)
     if not robots:
         return rows
     check_alike(robots, ctx.path)
     # One model sees all parts, so they are scaled alike.
-    return _scaled(rows, ctx.normalisers or fit_rows(robots, ctx.cache_dir, ctx.path), ctx.path)
+    return _scaled(rows, robots, ctx)
 
 
 def _mix(cfg: Mixture, ctx: DataCtx) -> MixedRows:
@@ -195,13 +195,18 @@ def _open_part(cfg: DataConfig, ctx: DataCtx) -> Rows:
     return _open_robot(cfg, ctx) if type(cfg) is LeRobotData else open_data(cfg, ctx)
 
 
-def _scaled(rows: MixedRows, norms: Normalisers, where: str) -> MixedRows:
-    def one(part: Rows, at: int) -> Rows:
-        if isinstance(part, MixedRows):
-            return _scaled(part, norms, f"{where}.parts[{at}].data")
-        return part.scaled(norms, f"{where}.parts[{at}].data") if isinstance(part, LeRobotRows) else part
+def _scaled(rows: Rows, robots: Sequence[LeRobotRows], ctx: DataCtx) -> Rows:
+    """Returns rows whose robot data, `robots`, is scaled by what the context gives, or else by the config's."""
+    if ctx.normalisers is not None:
+        return _with(rows, ctx.normalisers, f"{ctx.path}: the scaling of the training data")
+    where = robots[0].cfg.normalise.file or f"{ctx.path}.normalise"
+    return _with(rows, fit_rows(robots, ctx.cache_dir, ctx.path), where)
 
-    return attrs.evolve(rows, parts=tuple(one(part, at) for at, part in enumerate(rows.parts)))
+
+def _with(rows: Rows, norms: Normalisers, where: str) -> Rows:
+    if isinstance(rows, MixedRows):
+        return attrs.evolve(rows, parts=tuple(_with(part, norms, where) for part in rows.parts))
+    return rows.scaled(norms, where) if isinstance(rows, LeRobotRows) else rows
 
 
 @texts.register
