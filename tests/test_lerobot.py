@@ -1,6 +1,7 @@
 """Rows of LeRobot datasets are those of the recording, in both formats, whatever is asked of them."""
 
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -391,3 +392,15 @@ def test_grey_and_transparent_pictures_become_colours(ctx: DataCtx, tmp_path: Pa
     rows = open_rows(attrs.evolve(DATA, path=str(root)), ctx)
     for number in (0, 1):
         assert (rows.frame_row(number)["images"][CAMERAS[0]] == frame(0, number).transpose(2, 0, 1)).all()
+
+
+def test_the_config_of_the_docs_opens(ctx: DataCtx, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs/robot_data.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    root = write_v30(tmp_path / "so101")
+    row = open_rows(attrs.evolve(names["data"], path=str(root)), ctx).frame_row(7)
+    assert row["images"]["left_wrist"].shape == (2, 3, *SIZE)
+    assert row["image_mask"] == {"base": True, "left_wrist": True, "right_wrist": False}
+    assert row["actions"].shape == (10, 2)
