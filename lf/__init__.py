@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lf.train.config import OptimConfig as OptimConfig
     from lf.train.config import Precision as Precision
     from lf.train.config import Profile as Profile
+    from lf.train.config import Rate as Rate
     from lf.train.config import Run as Run
     from lf.train.config import Save as Save
     from lf.train.config import ScheduleConfig as ScheduleConfig
@@ -45,7 +46,7 @@ _MODULES = {
     "lf.parallel.config": ("MegatronParallel", "TorchParallel"),
     "lf.train.config": (
         *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),
-        *("Run", "Save", "ScheduleConfig", "Sgd", "Wsd"),
+        *("Rate", "Run", "Save", "ScheduleConfig", "Sgd", "Wsd"),
     ),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lf.train.config import AdamW, Constant, Cosine, Linear, OptimConfig, ScheduleConfig, Sgd, Wsd
-from lf.train.optim import decays, make_optimizer, param_groups, restore_state, start_state, state_tensors
+from lf.train.config import AdamW, Constant, Cosine, Linear, OptimConfig, Rate, ScheduleConfig, Sgd, Wsd
+from lf.train.optim import (
+    check_parts,
+    decays,
+    freeze,
+    make_optimizer,
+    param_groups,
+    restore_state,
+    set_rate,
+    start_state,
+    state_tensors,
+)
 from lf.train.schedule import check_schedule, factor
 
 
@@ -214,6 +224,39 @@ def test_groups_keep_order_and_leave_out_what_is_frozen() -> None:
     assert [len(group) for group in groups] == [3, 3]
     module["input_layernorm"].requires_grad_(False)
     assert len(param_groups(module.named_parameters(), cfg)) == 1
+
+
+def test_parts_have_their_own_rate_and_frozen_ones_none() -> None:
+    module = model()
+    rates = (Rate(names=("embed*", "*.bias"), factor=0.5), Rate(names=("*.weight",), factor=2.0))
+    cfg = AdamW(weight_decay=0.2, freeze=("out.bias",), rates=rates)
+    check_parts(cfg, dict(module.named_parameters()).keys())
+    freeze(module.named_parameters(), cfg)
+    assert not module["out"].bias.requires_grad
+    groups = param_groups(module.named_parameters(), cfg)
+    assert [(group["names"], group["weight_decay"], group["lr_factor"]) for group in groups] == [
+        (["embedding.weight"], 0.2, 0.5),
+        (["out.weight"], 0.2, 2.0),
+        (["input_layernorm.weight"], 0.0, 2.0),
+        (["input_layernorm.bias"], 0.0, 0.5),
+    ]
+    optimizer = make_optimizer(cfg, groups)
+    set_rate(optimizer, 0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.2, 0.2, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"freeze": ("encoder.*",)}, r"optim.freeze: no tensor of the model matches 'encoder.\*'; names are such as "),
+        ({"rates": (Rate(names=("out.*", "in.*"), factor=2.0),)}, r"optim.rates\[0\].names: no tensor .* 'in.\*'"),
+        ({"freeze": ("*",)}, "names every tensor"),
+        ({"freeze": ("out.*",), "rates": (Rate(names=("out.bias",), factor=2.0),)}, "all frozen by optim.freeze"),
+    ],
+)
+def test_parts_that_mean_nothing_are_refused(change: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_parts(AdamW(**change), dict(model().named_parameters()).keys())
 
 
 def test_a_config_without_a_rule_says_what_to_write() -> None:

@@ -15,6 +15,7 @@ import lf
 from lf.models.decoder import DecoderConfig
 from lf.models.hf import READERS
 from lf.models.llm.dense import parameters
+from lf.models.spec import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -45,7 +46,18 @@ def family_table() -> str:
 
 def test_the_table_of_families_is_that_of_the_code() -> None:
     assert family_table() in README
-    assert {line.split("`")[3] for line in family_table().splitlines()[2:]} == set(READERS) - {"lf_toy"}
+    language = {kind for kind, reader in READERS.items() if ".llm." in reader}
+    assert {line.split("`")[3] for line in family_table().splitlines()[2:]} == language
+
+
+@pytest.mark.parametrize("kind", [kind for kind, reader in READERS.items() if ".embodied." in reader])
+def test_the_table_of_robot_families_names_every_preset(kind: str) -> None:
+    path = READERS[kind].partition(":")[0]
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{path}.")]
+    values = vars(importlib.import_module(path)).items()
+    named = [name for name, value in values if isinstance(value, ModelConfig) and not name.endswith("tiny")]
+    assert named
+    assert re.findall(r"`(\w+)`", row) == [kind, *named]
 
 
 def test_the_config_of_the_readme_trains_with_the_flags_it_shows(tmp_path: Path) -> None:

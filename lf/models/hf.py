@@ -17,8 +17,12 @@ READERS: Mapping[str, str] = {
     "llama": "lf.models.llm.llama:from_hf",
     "qwen2": "lf.models.llm.qwen:from_hf",
     "qwen3": "lf.models.llm.qwen:from_hf",
+    "pi05": "lf.models.embodied.pi05:from_hf",
 }
-"""`model_type` (transformers) or `_class_name` (diffusers) of a config.json, and the function that reads it."""
+"""What a config.json says it is, and the function that reads it."""
+
+_KINDS = ("model_type", "_class_name", "type", "model")
+"""Where transformers, diffusers, LeRobot and golden folders say what a model is."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -71,7 +75,9 @@ def _config_file(folder: str | Path) -> Path:
 
 
 def _kind(config: Mapping[str, Any]) -> Any:
-    return config.get("model_type", config.get("_class_name"))
+    stated = [config[key] for key in _KINDS if key in config]
+    # openpi's converter names the towers of a policy but not the policy; a Pi0 has other tensors, which refuses it.
+    return stated[0] if stated else "pi05" if "paligemma_variant" in config else None
 
 
 def _known_reader(config: Mapping[str, Any]) -> Reader:

@@ -109,6 +109,8 @@ class ShardSpec:
     """Glob patterns of the submodules that become one FSDP unit each."""
     recompute_units: tuple[str, ...] = ()
     """Glob patterns of the submodules whose activations may be recomputed."""
+    float32: tuple[str, ...] = ()
+    """Glob patterns of the tensors that compute in float32 where the others do not."""
 
 
 @attrs.frozen(kw_only=True)
@@ -147,6 +149,16 @@ class InitRule:
     """Normal draws, all ones, or all zeros."""
     std: float = 0.0
     """Standard deviation of the normal draws."""
+
+
+@attrs.frozen(kw_only=True)
+class Golden:
+    """What lf makes of the inputs that a public implementation recorded."""
+
+    outputs: Mapping[str, Tensor]
+    """Outputs by their recorded names."""
+    loss: Tensor
+    """The loss whose gradients were recorded, with its graph."""
 
 
 def type_name(value: object) -> str:
@@ -250,6 +262,40 @@ def collate(cfg: ModelConfig, rows: Sequence[Mapping[str, Any] | None], like: Ma
     All micro-batches of a step have one shape, those of None alone too: pipeline stages agree on it beforehand.
     """
     raise no_rule(collate, cfg)
+
+
+@functools.singledispatch
+def draw(cfg: ModelConfig, batch: Batch, seed: int, step: int) -> Batch:
+    """Returns the micro-batch with the noise and times of a step, where the loss of a family has some.
+
+    Each row's are functions of (seed, step, what is drawn, its id) alone, so neither ranks nor micro-batches change
+    them, and none has to be saved. The step calls it before `forward`; an evaluation with seed and step 0.
+    """
+    return batch
+
+
+@functools.singledispatch
+def sample(cfg: ModelConfig, model: nn.Module, batch: Batch) -> Any:
+    """Returns what a generative family makes of a micro-batch that `draw` has given its noise; the caller has no_grad.
+
+    Robot policies return normalised action chunks [B, H, D].
+    """
+    raise no_rule(sample, cfg)
+
+
+@functools.singledispatch
+def prompt(cfg: ModelConfig, task: str, state: np.ndarray) -> str:
+    """Returns the text that a robot policy reads, given the task's text and the normalised state [d]."""
+    raise no_rule(prompt, cfg)
+
+
+@functools.singledispatch
+def golden(cfg: ModelConfig, model: nn.Module, inputs: Mapping[str, Tensor], config: Mapping[str, Any]) -> Golden:
+    """Returns what a public implementation recorded of such a model, computed by lf from its recorded inputs.
+
+    `config` is the config.json of the recording.
+    """
+    raise no_rule(golden, cfg)
 
 
 @functools.singledispatch

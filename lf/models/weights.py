@@ -110,6 +110,14 @@ class Carried(Rule):
 
 
 @attrs.frozen
+class Unused(Carried):
+    """One HF tensor that no module holds and that public loaders insist on: zeros where no source has it."""
+
+    shape: Shape
+    """Its shape."""
+
+
+@attrs.frozen
 class Duplicate(Rule):
     """An HF tensor that may be stored though it equals another (the head of a tied model).
 
@@ -402,13 +410,16 @@ def export(
     """Yields every HF tensor with its name, calling `get` once for each lf tensor (its whole value, on any device).
 
     With a source: its keys in its order with its dtypes, carried and duplicate tensors included. Without: the keys of
-    the rules in their order with the dtypes that `get` gives. `dtype` replaces that of floating tensors, except carried
-    ones. Calls are the same on every rank, so `get` may be a collective.
+    the rules in their order with the dtypes that `get` gives, unused ones as zeros. `dtype` replaces that of floating
+    tensors, except carried ones. Calls are the same on every rank, so `get` may be a collective.
     """
     if source is None:
         for lf, rule in weights.by_lf.items():
             for name, tensor in to_hf(rule, get(lf)).items():
                 yield name, _cast(name, tensor, dtype, tensor.dtype)
+        for unused in weights.rules:
+            if isinstance(unused, Unused):
+                yield unused.hf, torch.zeros((), dtype=dtype).expand(unused.shape)
         return
     _check_source(weights, source)
     uses = Counter(_original(weights, kept.name) for kept in source.tensors if not kept.carried)

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import and_, ge, gt, le, min_len
 
 from lf.data.config import DataConfig, TokenizerConfig
 from lf.models.spec import ModelConfig
@@ -53,6 +53,16 @@ class Wsd(ScheduleConfig):
 
 
 @attrs.frozen(kw_only=True)
+class Rate:
+    """A learning rate of its own for a part of the model."""
+
+    names: tuple[str, ...] = attrs.field(validator=min_len(1))
+    """Glob patterns over canonical names of tensors; `*` matches dots too."""
+    factor: float = attrs.field(validator=gt(0.0))
+    """Multiplies `lr` there, at every step."""
+
+
+@attrs.frozen(kw_only=True)
 class OptimConfig:
     """An optimiser: the type says which. A class of your own needs one rule, `@make_optimizer.register`."""
 
@@ -64,6 +74,11 @@ class OptimConfig:
     """Largest gradient norm; 0 clips nothing."""
     weight_decay: float = attrs.field(default=0.0, validator=ge(0.0))
     """Decoupled weight decay; norms and biases have none."""
+    freeze: tuple[str, ...] = ()
+    """Glob patterns over canonical names of tensors that are not trained: they get no gradient, no decay and no
+    optimiser state, and are saved and exported as they are."""
+    rates: tuple[Rate, ...] = ()
+    """Parts with a learning rate of their own; the first that names a tensor holds."""
 
 
 @attrs.frozen(kw_only=True)

@@ -24,6 +24,7 @@ from lf.data.hf_tokenizer import FILES, read_tokenizer
 from lf.models import hf, weights
 from lf.models.hf_folder import HfFolder, open_folder
 from lf.models.hf_save import new_folder, store_source
+from lf.models.layouts import fitted
 from lf.models.spec import weight_map
 from lf.models.weights import WeightMap
 from lf.train.checkpoint import CheckpointError, Skipped, save
@@ -60,7 +61,8 @@ def import_folder(src: Path, dst: Path, family: str = "") -> Converted:
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise ValueError(f"{dst} is no empty folder; choose another one, or remove it first")
     model = hf.read_config(src, load_function(family) if family else None)
-    folder, table = open_folder(src), weight_map(model)
+    folder = open_folder(src)
+    table = fitted(weight_map(model), folder.names)
     weights.check(table, folder)
     source, rows = weights.remember(table, folder), weights.report(table, folder)
     tokenizer = {name: content for name, content in source.files if name in FILES}
@@ -109,7 +111,8 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
     files = {name: (kept / name).read_bytes() for name in FILES if (kept / name).is_file()}
     eos = read_tokenizer(kept).eos if files and start.source is None else None
     export(start.model, get, dst, source=start.source, files=files, eos=eos, write=True)
-    rows = weights.report(table, open_folder(dst))
+    made = open_folder(dst)
+    rows = weights.report(fitted(table, made.names), made)
     write_files(dst, {REPORT: _json(rows)})
     return Converted(read=reader.path, rows=rows, skipped=skipped)
 

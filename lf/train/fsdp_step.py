@@ -13,7 +13,16 @@ from lf.train.comm import distributed, together
 from lf.train.config import Run
 from lf.train.manifest import CheckpointError
 from lf.train.names import WEIGHT, check_state, key
-from lf.train.optim import make_optimizer, param_groups, restore_state, start_state, state_tensors
+from lf.train.optim import (
+    check_parts,
+    freeze,
+    make_optimizer,
+    param_groups,
+    restore_state,
+    set_rate,
+    start_state,
+    state_tensors,
+)
 from lf.train.reader import Reader
 from lf.train.shards import Piece, box_piece
 from lf.train.state import Engine, Published, TrainState, check_names, initial_value
@@ -33,6 +42,8 @@ def torch_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | No
             if published is not None or isinstance(tensor, nn.Parameter):
                 tensor.copy_(initial_value(cfg, run.seed, whole(name, tuple(tensor.shape)), tensor, published))
     _share_buffers(model)
+    check_parts(run.optim, dict(model.named_parameters()).keys())
+    freeze(model.named_parameters(), run.optim)
     mechanics = torch_mechanics(run.seed, cfg, ctx)
     return Engine(
         state=TrainState(
@@ -73,8 +84,7 @@ def torch_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
     def update(state: TrainState, rate: float, scale: float) -> None:
         if scale != 1.0:
             torch._foreach_mul_([p.grad for p in state.chunks[0].parameters() if p.grad is not None], scale)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(state.optimizer, rate)
         state.optimizer.step()
 
     return Mechanics(layout=ctx.layout, group=None, run=run, norm=norm, update=update)

@@ -1,8 +1,9 @@
 """Optimisers: from a config to a torch optimiser, which parameters decay, and the state that a checkpoint holds."""
 
+import fnmatch
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 }
 
 Groups = list[dict[str, Any]]
-"""Parameter groups as torch's optimisers take them: `params`, `names` (the module's, same order) and `weight_decay`."""
+"""Parameter groups as torch's optimisers take them: `params`, `names` (the module's, same order), `weight_decay`, and
+`lr_factor` where it is not 1."""
 
 
 @functools.singledispatch
@@ -77,15 +79,61 @@ def decays(name: str, param: Tensor) -> bool:
     return param.ndim >= 2 and not _NORM.search(name) and not _BIAS.search(name)
 
 
+def check_parts(cfg: OptimConfig, names: Collection[str]) -> None:
+    """Raises ValueError for a pattern of `freeze` or `rates` that no tensor's name matches, or if all are frozen."""
+    fields = [("optim.freeze", cfg.freeze), *((f"optim.rates[{i}].names", r.names) for i, r in enumerate(cfg.rates))]
+    for field, patterns in fields:
+        for pattern in patterns:
+            if not any(_named(name, (pattern,)) for name in names):
+                raise ValueError(
+                    f"{field}: no tensor of the model matches {pattern!r}; names are such as "
+                    f"{', '.join(sorted(names)[:: max(1, len(names) // 5)][:5])}"
+                )
+    if names and all(_named(name, cfg.freeze) for name in names):
+        raise ValueError(f"optim.freeze = {cfg.freeze} names every tensor, so there is nothing to train; narrow it")
+    for i, rate in enumerate(cfg.rates):
+        if all(_named(name, cfg.freeze) for name in names if _named(name, rate.names)):
+            raise ValueError(
+                f"optim.rates[{i}].names = {rate.names} are all frozen by optim.freeze; drop one of the two"
+            )
+
+
+def freeze(named: Iterable[tuple[str, nn.Parameter]], cfg: OptimConfig) -> None:
+    """Marks the parameters that `cfg.freeze` names as not trained."""
+    for name, param in named:
+        if _named(name, cfg.freeze):
+            param.requires_grad_(False)
+
+
 def param_groups(named: Iterable[tuple[str, nn.Parameter]], cfg: OptimConfig) -> Groups:
-    """Returns the trainable parameters as at most two groups, those that decay first, each in the order given."""
-    trained = [(name, param) for name, param in named if param.requires_grad]
-    split = [[pair for pair in trained if decays(*pair) is side] for side in (True, False)]
+    """Returns the trainable parameters in groups of one decay and one learning rate, each in the order given.
+
+    Those that decay come first; of two parts, the one whose first parameter came first.
+    """
+    split: dict[tuple[bool, float], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in named:
+        if param.requires_grad:
+            factor = next((rate.factor for rate in cfg.rates if _named(name, rate.names)), 1.0)
+            split.setdefault((not decays(name, param), factor), []).append((name, param))
     return [
-        {"params": [param for _, param in pairs], "names": [name for name, _ in pairs], "weight_decay": decay}
-        for pairs, decay in zip(split, (cfg.weight_decay, 0.0), strict=True)
-        if pairs
+        {
+            "params": [param for _, param in pairs],
+            "names": [name for name, _ in pairs],
+            "weight_decay": 0.0 if plain else cfg.weight_decay,
+            **({} if factor == 1.0 else {"lr_factor": factor}),
+        }
+        for (plain, factor), pairs in sorted(split.items(), key=lambda item: item[0][0])
     ]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of a step: `rate` times each group's own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_factor", 1.0)
+
+
+def _named(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:

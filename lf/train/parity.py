@@ -1,8 +1,11 @@
 """Compares a model with the numbers that a public implementation recorded for it.
 
-A golden folder is a Hugging Face checkpoint folder with `io.safetensors` beside it: the inputs of the public model by
-the names of its forward, `labels` (unshifted, -100 ignored), and what it gave: `logits`, `loss` (the mean over the
-targets) and `grad.<checkpoint key>` of that loss.
+A golden folder of a language model is a Hugging Face checkpoint folder with `io.safetensors` beside it: the inputs of
+the public model by the names of its forward, `labels` (unshifted, -100 ignored), and what it gave: `logits`, `loss`
+(the mean over the targets) and `grad.<checkpoint key>` of that loss.
+
+One of a robot or video model has `weights.safetensors`, `inputs.safetensors` with all random draws, and
+`outputs.safetensors`: what the family's rule of `golden` names, `grad.<checkpoint key>` and `gradnorm.<key>`.
 """
 
 from collections.abc import Mapping
@@ -17,13 +20,17 @@ from torch import Tensor, nn
 
 from lf.models import weights
 from lf.models.hf_folder import parse_config
-from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, forward, loss_terms, loss_weights, weight_map
+from lf.models.layouts import fitted
+from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, forward, golden, loss_terms, loss_weights, weight_map
 from lf.parallel.megatron import placements
 from lf.train.start import load_model, open_start
 from lf.train.step import weighted_loss
 
 TOLERANCES = {"logits": 1e-4, "loss": 2e-5, "grads": 1e-4}
-"""Largest difference over the largest reference, in fp32, that an honest implementation may show."""
+"""Largest difference over the largest reference, in fp32, that an honest language model may show."""
+
+RECORDED = {"outputs": 2e-5, "grads": 5e-5}
+"""The same of a robot or video model."""
 
 ZERO = 1e-7
 """A reference that is nowhere larger is compared absolutely: it is an analytic zero."""
@@ -41,12 +48,15 @@ class Parity:
     """Difference of each recorded output; None where lf cannot produce it."""
     grads: Mapping[str, float | None]
     """Difference of each recorded gradient; None where lf cannot produce it."""
+    limits: Mapping[str, float]
+    """Largest difference of each output by name, of other outputs (`outputs`) and of gradients (`grads`)."""
 
     @property
     def ok(self) -> bool:
         """Whether every recorded output and gradient is there and near enough."""
-        outputs = [(value, TOLERANCES.get(name, 0.0)) for name, value in self.outputs.items()]
-        grads = [(value, TOLERANCES["grads"]) for value in self.grads.values()]
+        others = self.limits.get("outputs", 0.0)
+        outputs = [(value, self.limits.get(name, others)) for name, value in self.outputs.items()]
+        grads = [(value, self.limits["grads"]) for value in self.grads.values()]
         return bool(outputs) and all(value is not None and value <= limit for value, limit in outputs + grads)
 
 
@@ -54,13 +64,15 @@ def difference(value: Tensor | None, reference: Tensor) -> float | None:
     """Returns the largest difference over the largest reference; None without a value or for another shape."""
     if value is None or value.shape != reference.shape:
         return None
-    scale = float(reference.abs().max())
-    worst = float((value.double() - reference.double()).abs().max())
+    reference = reference.double()
+    scale, worst = float(reference.abs().max()), float((value.to(reference) - reference).abs().max())
     return worst / scale if scale >= ZERO else worst
 
 
 def compare(folder: Path, ctx: Ctx) -> Parity:
-    """Returns how far lf is from a golden folder of a language model; raises ValueError for an unknown family."""
+    """Returns how far lf is from a golden folder; raises ValueError for an unknown family."""
+    if (folder / "inputs.safetensors").is_file():
+        return _compare_recorded(folder, Ctx(device=ctx.device))
     start, file = open_start(str(folder), None), folder / "config.json"
     recorded = load_file(folder / "io.safetensors", device=ctx.device.torch_type)
     model = load_model(start, ctx)
@@ -75,6 +87,37 @@ def compare(folder: Path, ctx: Ctx) -> Parity:
         family=str(parse_config(file, file.read_bytes())["model_type"]),
         outputs={name: difference(made.get(name), value) for name, value in kept.items()},
         grads={name: difference(grads.get(name), value) for name, value in wanted.items()},
+        limits=TOLERANCES,
+    )
+
+
+def _compare_recorded(folder: Path, ctx: Ctx) -> Parity:
+    start = open_start(str(folder), None, stems=("weights",))
+    model = load_model(start, ctx)
+    inputs, recorded = (
+        load_file(folder / f"{name}.safetensors", device=ctx.device.torch_type) for name in ("inputs", "outputs")
+    )
+    file = folder / "config.json"
+    made = golden(start.model, model, inputs, parse_config(file, file.read_bytes()))
+    made.loss.backward()
+    params = dict(model.named_parameters())
+
+    def grad_of(name: str) -> Tensor:
+        grad = params[name].grad
+        return torch.zeros_like(params[name]) if grad is None else grad
+
+    names = [kept.name for kept in start.source.tensors] if start.source else []
+    grads = dict(weights.export(fitted(weight_map(start.model), names), grad_of))
+    found = {f"grad.{name}": grad for name, grad in grads.items()}
+    found |= {f"gradnorm.{name}": grad.norm() for name, grad in grads.items()}
+    outputs = {name: value for name, value in recorded.items() if not name.startswith(("grad.", "gradnorm."))}
+    wanted = {name: value for name, value in recorded.items() if name not in outputs}
+    return Parity(
+        folder=str(folder),
+        family=type(start.model).__name__.lower(),
+        outputs={name: difference(made.outputs.get(name), value) for name, value in outputs.items()},
+        grads={name.removeprefix("grad."): difference(found.get(name), value) for name, value in wanted.items()},
+        limits=RECORDED,
     )
 
 
@@ -123,4 +166,5 @@ def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor
 
 def to_json(parity: Parity) -> dict[str, Any]:
     """Returns a comparison as one JSON object."""
-    return {**attrs.asdict(parity), "ok": parity.ok}
+    fields = attrs.asdict(parity, filter=lambda field, _: field.name != "limits")
+    return {**fields, "ok": parity.ok}

@@ -93,6 +93,11 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
                 "set precision.params to float32"
             )
         require(device, "bf16", "precision.params", "set precision.params to float32")
+    if path == "megatron" and (run.optim.freeze or run.optim.rates):
+        raise ValueError(
+            "optim.freeze and optim.rates are for the torch path, and parallel is a MegatronParallel; leave them "
+            "empty, or set parallel to lf.TorchParallel(...) where the model trains there"
+        )
     check_schedule(run.optim.schedule, run.steps)
     check_window(run.profile, run.steps)
     return resolve(run.parallel, world)
@@ -276,6 +281,9 @@ def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | Non
         config = run.tokenizer
     elif run.init:
         inside = Path(run.init).expanduser() / TOKENIZER
+        # Robot policies are published without one, and data that needs one says so.
+        if not any(inside.parent.glob("tokenizer*")):
+            return None
         config = HfTokenizer(path=str(inside) if inside.is_dir() else run.init)
     else:
         return None

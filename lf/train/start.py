@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lf.config import code_of, from_json, load_classes, load_function
 from lf.devices.device import Device
 from lf.models import hf, weights
-from lf.models.hf_folder import open_folder
+from lf.models.hf_folder import STEMS, open_folder
 from lf.models.hf_save import Source, load_source, save_folder
+from lf.models.layouts import fitted
 from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
@@ -35,11 +36,12 @@ class Start:
     """The Hugging Face folder that they came from, None for a model of the run's own."""
 
 
-def open_start(init: str, model: ModelConfig | None, family: str = "") -> Start:
+def open_start(init: str, model: ModelConfig | None, family: str = "", stems: Sequence[str] = STEMS) -> Start:
     """Returns what a run starts from: `init`, or random weights of `model` where it is empty.
 
-    `family` is `FILE.py:NAME` of a family outside lf, a function from the fields of a config.json to a model. Raises
-    ValueError where nothing says what the model is, CheckpointError where a run folder has no good checkpoint.
+    `family` is `FILE.py:NAME` of a family outside lf, a function from the fields of a config.json to a model; `stems`
+    is how the weight files of a folder may start. Raises ValueError where nothing says what the model is,
+    CheckpointError where a run folder has no good checkpoint.
     """
     reader = load_function(family) if family else None
     if not init:
@@ -50,8 +52,8 @@ def open_start(init: str, model: ModelConfig | None, family: str = "") -> Start:
     if (path / "checkpoints").is_dir():
         return from_checkpoint(path, newest(path)[0], model)
     found = model if model is not None else hf.read_config(path, reader)
-    folder = open_folder(path)
-    table = weight_map(found)
+    folder = open_folder(path, stems=stems)
+    table = fitted(weight_map(found), folder.names)
     return Start(
         model=found,
         published=Published(
@@ -170,7 +172,8 @@ def export(
     Keys, dtypes, files and config.json are the source's where there is one. `files` are the tokenizer's, and `eos` is
     its end-of-text token, which a config.json that is made here names.
     """
-    tensors = weights.export(weight_map(model), get, source)
+    names = [kept.name for kept in source.tensors] if source else []
+    tensors = weights.export(fitted(weight_map(model), names), get, source)
     if not write:
         for _ in tensors:
             pass

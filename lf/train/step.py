@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lf.models.spec import Batch, Layout, ModelConfig, loss_coefficients, loss_weights, slice_batch
+from lf.models.spec import Batch, Layout, ModelConfig, draw, loss_coefficients, loss_weights, slice_batch
 from lf.train.config import Run
 from lf.train.schedule import factor
 from lf.train.state import Evaluate, Metrics, TrainState, TrainStep
@@ -67,7 +67,8 @@ def train_step(run: Run, cfg: ModelConfig, mechanics: Mechanics) -> TrainStep:
 
     def step(state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
         number = state.step + 1
-        micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in batches)
+        drawn = (draw(cfg, batch, run.seed, number) for batch in batches)
+        micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in drawn)
         weights, tokens = _weigh(cfg, micro, mechanics.group)
         done = mechanics.run(state, Pass(step=number, micro=micro, weights=weights, train=True))
         loss, terms = _means(cfg, _total(done, mechanics.group), weights)
@@ -90,7 +91,9 @@ def evaluation(cfg: ModelConfig, mechanics: Mechanics) -> Evaluate:
         for chunk in state.chunks:
             chunk.eval()
         for batches in steps:
-            micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in batches)
+            # One draw for each held-out sample, whatever the run's seed and step: losses compare.
+            drawn = (draw(cfg, batch, 0, 0) for batch in batches)
+            micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in drawn)
             own = _own_weights(cfg, micro)
             done = mechanics.run(state, Pass(step=0, micro=micro, weights=dict.fromkeys(own, 1.0), train=False))
             for name, weight in own.items():

@@ -39,6 +39,8 @@ def sample(job: Job, ended: Ended) -> tuple[str, str] | None:
         return None
     tokenizer = read_tokenizer(folder)
     row = (job.eval_rows or job.rows).row(0, 0)
+    if "tokens" not in row:
+        return None
     length = job.rows.describe().get("length", PROMPT)
     prompt = [int(i) for i in row["tokens"][: min(PROMPT, row["lengths"][0], max(1, length // 2))]]
     model = getattr(ended.state.chunks[0], "module", ended.state.chunks[0])
@@ -51,9 +53,12 @@ def summary(job: Job, ended: Ended) -> str:
     """Returns the closing lines of a run."""
     lines = []
     if ended.eval_loss is not None and job.eval_rows is not None:
-        scored = job.run.eval.batches * job.run.batch or len(job.eval_rows)
-        entropy = unigram_entropy(job.eval_rows, min(scored, len(job.eval_rows)))
-        lines.append(f"held-out loss {ended.eval_loss:.3f} nats a token; entropy of single tokens {entropy:.3f}")
+        loss = f"held-out loss {ended.eval_loss:.3f}"
+        if "labels" in job.eval_rows.row(0, 0):
+            scored = job.run.eval.batches * job.run.batch or len(job.eval_rows)
+            entropy = unigram_entropy(job.eval_rows, min(scored, len(job.eval_rows)))
+            loss += f" nats a token; entropy of single tokens {entropy:.3f}"
+        lines.append(loss)
     text = sample(job, ended)
     if text is not None:
         lines += [f"sample, after the prompt {text[0]!r}:", text[1]]

@@ -1,0 +1,142 @@
+"""SigLIP's vision tower (arXiv:2303.15343) without a pooling head, in plain torch.
+
+Shapes: B images, I pixels of a side, Q patches of a side, S = Q * Q patches, W width, N heads.
+"""
+
+import attrs
+import torch.nn.functional as F
+from attrs.validators import ge, gt
+from torch import Tensor, nn
+
+from lf.models.weights import Rule, Same, Stack
+
+
+@attrs.frozen(kw_only=True)
+class Siglip:
+    """Sizes of a SigLIP vision tower; the defaults are those of So400m/14 at 224 pixels."""
+
+    width: int = attrs.field(default=1152, validator=ge(1))
+    """Width of the residual stream."""
+    depth: int = attrs.field(default=27, validator=ge(1))
+    """Layers."""
+    mlp: int = attrs.field(default=4304, validator=ge(1))
+    """Width inside the MLP."""
+    heads: int = attrs.field(default=16, validator=ge(1))
+    """Heads; divides `width`."""
+    image: int = attrs.field(default=224, validator=ge(1))
+    """Pixels of a side of an image."""
+    patch: int = attrs.field(default=14, validator=ge(1))
+    """Pixels of a side of a patch; divides `image`."""
+    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    """Added to the variance in the norms."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.image % self.patch or self.width % self.heads:
+            raise ValueError(
+                f"image = {self.image} must be a multiple of patch = {self.patch}, and width = {self.width} of "
+                f"heads = {self.heads}; change them"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Patches of an image."""
+        return (self.image // self.patch) ** 2
+
+
+def patches(images_B3II: Tensor, size: int) -> Tensor:
+    """Returns each patch as a row [B, S, 3 * size * size], in the order of a convolution's weight."""
+    rows, channels, pixels, _ = images_B3II.shape
+    side = pixels // size
+    split = images_B3II.reshape(rows, channels, side, size, side, size).permute(0, 2, 4, 1, 3, 5)
+    return split.reshape(rows, side * side, channels * size * size)
+
+
+class PatchEmbedding(nn.Module):
+    """A convolution whose stride is its size, as one matrix product, and learnt positions."""
+
+    def __init__(self, cfg: Siglip) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, cfg.width, cfg.patch, cfg.patch)
+        self.position = nn.Embedding(cfg.tokens, cfg.width)
+
+    def forward(self, images_B3II: Tensor) -> Tensor:
+        """Returns [B, S, W]."""
+        conv = self.patch
+        rows = patches(images_B3II.to(conv.weight.dtype), conv.kernel_size[0])
+        return F.linear(rows, conv.weight.flatten(1), conv.bias) + self.position.weight
+
+
+class SiglipLayer(nn.Module):
+    """One layer: full attention and a GELU MLP, each after its LayerNorm."""
+
+    def __init__(self, cfg: Siglip) -> None:
+        super().__init__()
+        self.heads = cfg.heads
+        self.norm1 = nn.LayerNorm(cfg.width, cfg.eps)
+        self.qkv = nn.Linear(cfg.width, 3 * cfg.width)
+        self.out = nn.Linear(cfg.width, cfg.width)
+        self.norm2 = nn.LayerNorm(cfg.width, cfg.eps)
+        self.fc1 = nn.Linear(cfg.width, cfg.mlp)
+        self.fc2 = nn.Linear(cfg.mlp, cfg.width)
+
+    def forward(self, x_BSW: Tensor) -> Tensor:
+        """Returns [B, S, W]."""
+        heads = self.qkv(self.norm1(x_BSW)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        x_BSW = x_BSW + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x_BSW + self.fc2(F.gelu(self.fc1(self.norm2(x_BSW)), approximate="tanh"))
+
+
+class SiglipTower(nn.Module):
+    """Patches, layers and the last norm."""
+
+    def __init__(self, cfg: Siglip) -> None:
+        super().__init__()
+        self.embed = PatchEmbedding(cfg)
+        self.layers = nn.ModuleList(SiglipLayer(cfg) for _ in range(cfg.depth))
+        self.norm = nn.LayerNorm(cfg.width, cfg.eps)
+
+    def forward(self, images_B3II: Tensor) -> Tensor:
+        """Returns [B, S, W] of images with values from -1 to 1."""
+        x_BSW = self.embed(images_B3II).to(self.norm.weight.dtype)
+        for layer in self.layers:
+            x_BSW = layer(x_BSW)
+        return self.norm(x_BSW)
+
+
+def siglip_rules(cfg: Siglip, lf: str, hf: str) -> list[Rule]:
+    """Returns the weight table of a tower under the prefix `lf` here and `hf` in transformers' SiglipVisionModel."""
+    names = {
+        "embed.patch.weight": "embeddings.patch_embedding.weight",
+        "embed.patch.bias": "embeddings.patch_embedding.bias",
+        "embed.position.weight": "embeddings.position_embedding.weight",
+        "norm.weight": "post_layernorm.weight",
+        "norm.bias": "post_layernorm.bias",
+    }
+    rules: list[Rule] = []
+    for i in range(cfg.depth):
+        ours, theirs = f"layers.{i}", f"encoder.layers.{i}"
+        for kind in ("weight", "bias"):
+            for one, other in (("norm1", "layer_norm1"), ("norm2", "layer_norm2"), ("out", "self_attn.out_proj")):
+                names[f"{ours}.{one}.{kind}"] = f"{theirs}.{other}.{kind}"
+            for one in ("fc1", "fc2"):
+                names[f"{ours}.{one}.{kind}"] = f"{theirs}.mlp.{one}.{kind}"
+            qkv = tuple(f"{hf}{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
+            rules.append(Stack(f"{lf}{ours}.qkv.{kind}", qkv))
+    return [*rules, *(Same(lf + one, hf + other) for one, other in names.items())]
+
+
+def siglip_flops(cfg: Siglip) -> float:
+    """Returns the floating point operations of the forward of one image."""
+    layer = 4 * cfg.width**2 + 2 * cfg.width * cfg.mlp + 2 * cfg.tokens * cfg.width
+    return 2.0 * cfg.tokens * (cfg.depth * layer + 3 * cfg.patch**2 * cfg.width)
+
+
+def siglip_init(cfg: Siglip) -> dict[str, float]:
+    """Returns the standard deviation of the first values of each kind of matrix, by its name in the tower."""
+    return {
+        "embed.patch.weight": (3 * cfg.patch**2) ** -0.5,
+        "embed.position.weight": cfg.width**-0.5,
+        "fc2.weight": cfg.mlp**-0.5,
+        "*": cfg.width**-0.5,
+    }
