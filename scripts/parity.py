@@ -15,8 +15,8 @@ class Args:
     """Compares models with recorded numbers. Exit code 1 when any folder is off, 2 for a folder that lf cannot read."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Golden folders: a checkpoint folder with io.safetensors beside it, or weights, inputs and outputs.safetensors; with
-    --data, samples of a dataset."""
+    """Golden folders: a checkpoint folder with io.safetensors beside it, or weights, inputs and outputs.safetensors;
+    with --data, samples of a dataset."""
     data: Path | None = None
     """The LeRobot dataset that golden folders of samples are about."""
     device: str = ""

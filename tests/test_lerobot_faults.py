@@ -244,7 +244,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         r"data\.state_seconds\[1\] = 0\.1002 is no whole number of frames at 10 fps",
     ),
     "a name that is taken": ({"extra": (Signal(name="state", key="action"),)}, r"\['state'\] are taken"),
-    "a long task": ({"max_prompt": 12}, rf"toy, episode 0: the task '{TASKS[0]}' has 12 tokens|episode 1: the task"),
+    "a long task": ({"max_prompt": 12}, rf"toy, episode 0: the task '{TASKS[0]}' has 12 tokens|episode 1: the prompt"),
     "differences of too few": (
         {"normalise": Normalise(delta=(True,))},
         r"data\.normalise\.delta has 1 entries for 2 dims of actions",
@@ -277,7 +277,7 @@ def test_tasks_are_counted_in_tokens(root: Path, tmp_path: Path) -> None:
     longest = max(map(len, TASKS))
     cfg = attrs.evolve(DATA, path=str(root), cameras=(), max_prompt=longest)
     assert open_data(cfg, context(tmp_path, tokenizer=byte_tokenizer()))
-    with pytest.raises(ValueError, match="toy, episode 1: the task 'push the block' has 14 tokens"):
+    with pytest.raises(ValueError, match="toy, episode 1: the prompt of the task 'push the block' has 14 tokens"):
         open_data(attrs.evolve(cfg, max_prompt=longest - 1), context(tmp_path))
     with pytest.raises(ValueError, match="the run has no tokenizer"):
         open_data(cfg, context(tmp_path, tokenizer=None))

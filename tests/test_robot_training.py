@@ -1,5 +1,6 @@
 """A run on robot data: it resumes bit for bit, its checkpoint holds the scaling, and held-out rows are scaled alike."""
 
+import functools
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ from lf.config import from_json
 from lf.data.normalise import Normalisers
 from lf.data.source import DataCtx, normalisers_of, open_data
 from lf.models import spec
+from lf.models.embodied.pi05 import pi05_tiny
 from lf.models.weights import Same, WeightMap
 from lf.train import checkpoint
 from lf.train.loop import FAULTS
+from tests.data_tools import context
 from tests.robot_tools import CAMERAS, Toy, change_column, write_v21
 from tests.test_train import go, metrics, tensors
 from tests.workers import Workers
@@ -163,3 +166,38 @@ def test_a_resume_on_changed_recordings_is_refused(workers: Workers, root: Path,
     change_column(root / "data/chunk-000/episode_000001.parquet", "action", lambda values: values + 1)
     (text,) = workers.run(1, refused, attrs.evolve(run, steps=3), folder, tmp_path)
     assert text.startswith("CheckpointError: the data of the run has changed")
+
+
+def test_pi05_trains_on_a_dataset(workers: Workers, tmp_path: Path) -> None:
+    root = write_v21(tmp_path / "toy", Toy())
+    base, left = pi05_tiny.cameras
+    cameras = (lf.Camera(name=base, key=CAMERAS[0]), lf.Camera(name=left))
+    data = lf.LeRobotData(path=str(root), cameras=cameras, chunk=4, max_prompt=60)
+    run = lf.Run(
+        model=attrs.evolve(pi05_tiny, vocab=300, prompt=60, horizon=4),
+        tokenizer=lf.TrainedBpe(vocab=300),
+        data=data,
+        batch=8,
+        optim=lf.AdamW(lr=3e-3),
+        parallel=lf.TorchParallel(micro_batch=8),
+        steps=40,
+        eval=lf.Eval(data=data, every=2),
+    )
+    workers.run(1, go, run, tmp_path / "run", tmp_path)
+    losses = [line["eval_loss"] for line in metrics(tmp_path / "run") if "eval_loss" in line]
+    assert losses[-1] < 0.9 * losses[0], losses
+
+
+def test_a_row_has_the_prompt_that_the_policy_reads(tmp_path: Path) -> None:
+    root = write_v21(tmp_path / "toy", Toy(cameras=()))
+    model = attrs.evolve(pi05_tiny, vocab=300)
+    data = lf.LeRobotData(path=str(root), normalise=lf.Normalise(state="min_max"))
+    ctx = context(tmp_path, prompt=functools.partial(spec.prompt, model))
+    row = open_data(data, ctx).row(0, 0)
+    text = spec.prompt(model, row["task"], row["state"])
+    assert bytes(row["prompt"].tolist()).decode() == text
+    assert text.startswith(f"Task: {row['task']}, State: ")
+    with pytest.raises(ValueError, match=r"toy, episode 0: the prompt of the task 'lift the cup' has 4\d tokens"):
+        open_data(attrs.evolve(data, max_prompt=40), ctx)
+    with pytest.raises(ValueError, match="data: the model reads tasks as text, which needs a tokenizer"):
+        open_data(data, attrs.evolve(ctx, tokenizer=None))

@@ -97,7 +97,7 @@ class LeRobotData(DataConfig):
     tolerance: float = attrs.field(default=1e-4, validator=gt(0.0))
     """Seconds by which a timestamp may miss its frame, and a time of a window the frame that it means."""
     max_prompt: int = attrs.field(default=0, validator=ge(0))
-    """Most tokens that a task may have under the run's tokenizer; 0 sets no limit."""
+    """Most tokens of a prompt (of what the policy reads of a task) that are allowed; 0 sets no limit."""
 
 
 @attrs.frozen(kw_only=True)

@@ -22,7 +22,7 @@ from lf.config import to_json
 from lf.data.cache import build_once, key_of
 from lf.data.config import Camera, LeRobotData
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.lerobot_choose import check_keys, check_prompts, choose_cameras, choose_episodes, window_steps
+from lf.data.lerobot_choose import Prompt, check_keys, check_prompts, choose_cameras, choose_episodes, window_steps
 from lf.data.lerobot_meta import read_meta
 from lf.data.lerobot_scan import Scan
 from lf.data.lerobot_store import Pictures, build_store, content_key, open_pictures, read_pictures
@@ -75,6 +75,8 @@ class LeRobotRows:
     """[R] the row that stands at each place of an epoch."""
     decoders: Decoders
     """Open videos."""
+    prompt: Prompt | None = None
+    """Gives the token ids of what a policy reads; None where rows have no prompt."""
 
     def __len__(self) -> int:
         """Returns the rows of one epoch."""
@@ -100,7 +102,8 @@ class LeRobotRows:
         - `image_mask`: by camera, whether the dataset has it. `image_is_pad`: bool [T] by camera with a window.
         - `state`: float32 [D], or [T, D] with `state_is_pad` bool [T]; scaled. `state_raw`: [D], that of the frame.
         - `actions`: float32 [S, D], scaled, and `action_is_pad` bool [S], the steps beyond the episode's end.
-        - `task`: the instruction. `fps`: frames (and actions) a second.
+        - `task`: the instruction. `prompt`: int64 ids of what a policy reads of it, where the run has a tokenizer.
+        - `fps`: frames (and actions) a second.
         - each extra field under its name, with `<name>_is_pad` bool [T] where it has a window.
         - `episode`, `frame` (in the episode), `timestamp` (seconds in the episode) and `id`.
         """
@@ -117,9 +120,14 @@ class LeRobotRows:
             places, out["action_is_pad"] = self.place(self.steps["actions"], at, frame)
             raw = self._values(self.cfg.actions, places)
             out["actions"] = encode_actions(self.normalisers, raw, out.get("state_raw"))
+        task = self.tasks[int(self.columns["task_index"][row, 0])]
+        if self.prompt is not None:
+            state = out.get("state_raw")
+            seen = np.zeros(0, np.float32) if state is None else normalise(self.normalisers.state, state, "state")
+            out["prompt"] = self.prompt(task, seen)
         return {
             **out,
-            "task": self.tasks[int(self.columns["task_index"][row, 0])],
+            "task": task,
             "fps": self.fps,
             "episode": episode,
             "frame": frame,
@@ -199,18 +207,19 @@ class LeRobotRows:
 
 
 def open_lerobot(
-    cfg: LeRobotData, *, tokenizer: Tokenizer | None, seed: int, cache_dir: Path, where: str
+    cfg: LeRobotData, *, prompt: Prompt | None = None, seed: int, cache_dir: Path, where: str
 ) -> LeRobotRows:
     """Returns the rows of a LeRobot dataset, auditing it first unless `cache_dir` holds its content already.
 
-    They are not scaled yet: that is `LeRobotRows.scaled`. `where` names the config in errors. Raises ValueError, naming
-    dataset, episode, feature and file, for everything that training on it would stumble over.
+    They are not scaled yet: that is `LeRobotRows.scaled`. `prompt` gives the token ids of a task. `where` names the
+    config in errors. Raises ValueError, naming dataset, episode, feature and file, for everything that training on it
+    would stumble over.
     """
     meta = read_meta(Path(cfg.path).expanduser())
     episodes = choose_episodes(meta, cfg.episodes, where)
     cameras = choose_cameras(meta, cfg.cameras, where)
     keys = check_keys(meta, cfg, where)
-    check_prompts(meta, episodes, cfg.max_prompt, tokenizer, where)
+    check_prompts(meta, episodes, cfg, prompt, where)
     steps = window_steps(cfg, cameras, meta.fps, where)
     want = Scan(
         meta=meta,
@@ -236,7 +245,21 @@ def open_lerobot(
         content=int(folder.name[:15], 16),
         order=functools.lru_cache(maxsize=2)(functools.partial(permutation, sum(lengths), seed)),
         decoders=Decoders(),
+        prompt=prompt,
     )
+
+
+def make_prompt(text: Callable[[str, Floats], str] | None, tokenizer: Tokenizer | None, where: str) -> Prompt | None:
+    """Returns what gives token ids, of the task alone without `text`; None without a tokenizer.
+
+    Raises ValueError where `text` is there and no tokenizer.
+    """
+    if tokenizer is None:
+        if text is not None:
+            raise ValueError(f"{where}: the model reads tasks as text, which needs a tokenizer; set tokenizer, or init")
+        return None
+    encode, spell = tokenizer.encode_batch, text or (lambda task, state: task)
+    return lambda task, state: np.array(encode([spell(task, state)])[0], np.int64)
 
 
 def fit_rows(parts: Sequence[LeRobotRows], cache_dir: Path, where: str) -> Normalisers:

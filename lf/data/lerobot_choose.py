@@ -1,18 +1,23 @@
 """Holds what a config asks of a LeRobot dataset against what the dataset has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lf.data.config import Camera, LeRobotData
-from lf.data.hf_tokenizer import Tokenizer
 from lf.data.lerobot_meta import Meta
 from lf.data.lerobot_scan import check_camera
+
+Prompt = Callable[[str, NDArray[np.float32]], NDArray[np.int64]]
+"""Gives the token ids of what a policy reads, from the task and the scaled state [D]."""
 
 _SHOWN = 5
 
 _TAKEN = frozenset(
     (
         *("state", "state_raw", "state_is_pad", "actions", "action_is_pad", "images", "image_mask", "image_is_pad"),
-        *("task", "fps", "episode", "frame", "timestamp", "id"),
+        *("task", "prompt", "fps", "episode", "frame", "timestamp", "id"),
     )
 )
 
@@ -80,22 +85,27 @@ def check_keys(meta: Meta, cfg: LeRobotData, where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for _, key in fields))
 
 
-def check_prompts(meta: Meta, episodes: Sequence[int], limit: int, tokenizer: Tokenizer | None, where: str) -> None:
-    """Raises ValueError, with the episode, for a task of more than `limit` tokens; 0 sets no limit."""
-    if not limit:
+def check_prompts(meta: Meta, episodes: Sequence[int], cfg: LeRobotData, prompt: Prompt | None, where: str) -> None:
+    """Raises ValueError, with the episode, for a task whose prompt has more tokens than `cfg.max_prompt`.
+
+    A state in it is taken to be 0 in every dim.
+    """
+    if not cfg.max_prompt:
         return
-    if tokenizer is None:
-        raise ValueError(f"{where}.max_prompt = {limit} counts tokens, and the run has no tokenizer; set one, or 0")
+    if prompt is None:
+        raise ValueError(
+            f"{where}.max_prompt = {cfg.max_prompt} counts tokens, and the run has no tokenizer; set one, or 0"
+        )
     first: dict[str, int] = {}
     for number in episodes:
         for task in meta.episodes[number].tasks or meta.tasks.values():
             first.setdefault(task, number)
-    texts = list(dict.fromkeys([*first, *meta.tasks.values()]))
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        if len(ids) > limit and text in first:
+    state = np.zeros(sum(meta.features[key].shape[0] for key in cfg.state), np.float32)
+    for task, number in first.items():
+        if (count := len(prompt(task, state))) > cfg.max_prompt:
             raise ValueError(
-                f"{meta.root}, episode {first[text]}: the task {text!r} has {len(ids)} tokens, and {where}.max_prompt "
-                f"is {limit}; shorten it, or raise max_prompt"
+                f"{meta.root}, episode {number}: the prompt of the task {task!r} has {count} tokens, and "
+                f"{where}.max_prompt is {cfg.max_prompt}; shorten it, or raise max_prompt"
             )
 
 

@@ -109,7 +109,7 @@ def _config(
 
 
 def _open(cfg: LeRobotData, cache_dir: Path) -> LeRobotRows:
-    return open_lerobot(cfg, tokenizer=None, seed=0, cache_dir=cache_dir, where="data")
+    return open_lerobot(cfg, seed=0, cache_dir=cache_dir, where="data")
 
 
 def _compare_items(

@@ -68,7 +68,7 @@ def _open(meta: Meta, episodes: Sequence[int], cameras: Sequence[str] | None, ca
         extra=tuple(Signal(name=f"value {key}", key=key) for key in numbers),
         normalise=Normalise(state="none", actions="none"),
     )
-    return open_lerobot(cfg, tokenizer=None, seed=0, cache_dir=cache_dir, where="--cameras")
+    return open_lerobot(cfg, seed=0, cache_dir=cache_dir, where="--cameras")
 
 
 def _task(rows: LeRobotRows, number: int) -> str:

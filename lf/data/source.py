@@ -15,8 +15,9 @@ from lf.data.cache import key_of
 from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.lerobot import LeRobotRows, check_alike, fit_rows, open_lerobot
-from lf.data.normalise import Normalisers
+from lf.data.lerobot import LeRobotRows, check_alike, fit_rows, make_prompt, open_lerobot
+from lf.data.lerobot_meta import read_meta
+from lf.data.normalise import Floats, Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
 from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
@@ -56,6 +57,8 @@ class DataCtx:
     """Folder of what is built once and kept: token ids, tokenizers."""
     tokenizer: Tokenizer | None = None
     """The run's tokenizer, None where it has none."""
+    prompt: Callable[[str, Floats], str] | None = None
+    """Makes the text that the run's policy reads of a task and a scaled state; None where there is none."""
     path: str = "data"
     """Where the config stands in the run, as errors name it."""
     normalisers: Normalisers | None = None
@@ -103,7 +106,8 @@ def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
 
 
 def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
-    return open_lerobot(cfg, tokenizer=ctx.tokenizer, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+    prompt = make_prompt(ctx.prompt, ctx.tokenizer, ctx.path)
+    return open_lerobot(cfg, prompt=prompt, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
 
 
 def normalisers_of(rows: Rows) -> Normalisers | None:
@@ -207,6 +211,12 @@ def _with(rows: Rows, norms: Normalisers, where: str) -> Rows:
     if isinstance(rows, MixedRows):
         return attrs.evolve(rows, parts=tuple(_with(part, norms, where) for part in rows.parts))
     return rows.scaled(norms, where) if isinstance(rows, LeRobotRows) else rows
+
+
+@texts.register
+def _(cfg: LeRobotData, ctx: DataCtx) -> Texts:
+    tasks = tuple(read_meta(Path(cfg.path).expanduser()).tasks.values())
+    return Texts(key=lambda: key_of(tasks), read=lambda: iter(tasks))
 
 
 @texts.register

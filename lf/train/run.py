@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,19 @@ from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
 from lf.models.hf_save import check_target
-from lf.models.spec import Ctx, Layout, ModelConfig, check_layout, check_model, hf_config, paths, type_name, weight_map
+from lf.models.spec import (
+    Ctx,
+    Layout,
+    ModelConfig,
+    check_layout,
+    check_model,
+    has_rule,
+    hf_config,
+    paths,
+    prompt,
+    type_name,
+    weight_map,
+)
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import CheckpointError, check_all_read, distributed, latest, open_latest
 from lf.train.comm import Comm, together
@@ -298,7 +311,14 @@ def _open(
     tokenizer: Tokenizer | None,
     normalisers: Normalisers | None = None,
 ) -> Rows:
-    ctx = DataCtx(seed=seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path, normalisers=normalisers)
+    ctx = DataCtx(
+        seed=seed,
+        cache_dir=cache_dir(),
+        tokenizer=tokenizer,
+        prompt=functools.partial(prompt, model) if has_rule(prompt, model) else None,
+        path=path,
+        normalisers=normalisers,
+    )
     rows = open_data(data, ctx)
     if not len(rows):
         raise ValueError(f"{path} has no rows; give it samples")
