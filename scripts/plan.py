@@ -11,7 +11,7 @@ from lf.launch import parse
 from lf.plan.estimate import plan
 from lf.plan.speed import Devices, search
 from lf.plan.text import GIB, as_json, render
-from lf.terminal import say, prepare
+from lf.terminal import prepare, say
 from lf.train.planning import job_of
 
 

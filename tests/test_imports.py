@@ -44,8 +44,8 @@ MEGATRON = ("lf/models/", "lf/parallel/", "lf/train/megatron_step.py")
 """Where megatron may be imported."""
 
 LATE = {
-    *("matplotlib", "megatron", "peft", "pyarrow", "tensorboard", "tokenizers", "transformer_engine"),
-    *("transformers", "triton", "wandb"),
+    *("PIL", "av", "h5py", "matplotlib", "megatron", "peft", "pyarrow", "tensorboard", "tokenizers"),
+    *("transformer_engine", "transformers", "triton", "wandb"),
 }
 """Packages that are imported inside functions."""
 

@@ -276,6 +276,11 @@ def no_rule(question: Callable[..., Any], cfg: object) -> NotImplementedError:
     )
 
 
+def has_rule(question: Any, cfg: object) -> bool:
+    """Returns whether a family has a rule of its own for a question, a `singledispatch` function."""
+    return question.dispatch(type(cfg)) is not question.dispatch(object)
+
+
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns what a module must be saved with: its parameters and persistent buffers, by name, each tensor once."""
     found: dict[str, Tensor] = dict(model.named_parameters())

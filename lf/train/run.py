@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +15,26 @@ import torch.distributed as dist
 from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.source import DataCtx, Rows, open_data
+from lf.data.normalise import Normalisers
+from lf.data.source import DataCtx, Rows, normalisers_of, open_data
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
 from lf.models.hf_save import check_target
-from lf.models.spec import Ctx, Layout, ModelConfig, check_layout, check_model, hf_config, paths, type_name, weight_map
+from lf.models.spec import (
+    Ctx,
+    Layout,
+    ModelConfig,
+    check_layout,
+    check_model,
+    has_rule,
+    hf_config,
+    paths,
+    prompt,
+    type_name,
+    weight_map,
+)
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import CheckpointError, check_all_read, distributed, latest, open_latest
 from lf.train.comm import Comm, together
@@ -142,6 +156,7 @@ def open_job(
         "params": run.precision.params,
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
+        "normalisers": inputs.normalisers,
     }
     if reader is not None:
         check_same_data(reader, meta)
@@ -218,6 +233,12 @@ class _Inputs:
     """Held-out rows."""
 
     @property
+    def normalisers(self) -> str | None:
+        """How robot data is scaled, as JSON: what evaluation and serving read back; None without such data."""
+        found = normalisers_of(self.rows)
+        return None if found is None else to_json(found)
+
+    @property
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """Files of the tokenizer by name."""
         return {} if self.tokenizer is None else self.tokenizer.files
@@ -234,7 +255,8 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     rows = _open(run.data, "data", run.seed, model, tokenizer)
     check_layout(model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
-    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer)
+    norms = normalisers_of(rows)
+    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer, norms)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
@@ -278,8 +300,23 @@ def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | Non
     return open_tokenizer(config, run.data, DataCtx(seed=run.seed, cache_dir=cache_dir()))
 
 
-def _open(data: DataConfig, path: str, seed: int, model: ModelConfig, tokenizer: Tokenizer | None) -> Rows:
-    rows = open_data(data, DataCtx(seed=seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path))
+def _open(
+    data: DataConfig,
+    path: str,
+    seed: int,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+    normalisers: Normalisers | None = None,
+) -> Rows:
+    ctx = DataCtx(
+        seed=seed,
+        cache_dir=cache_dir(),
+        tokenizer=tokenizer,
+        prompt=functools.partial(prompt, model) if has_rule(prompt, model) else None,
+        path=path,
+        normalisers=normalisers,
+    )
+    rows = open_data(data, ctx)
     if not len(rows):
         raise ValueError(f"{path} has no rows; give it samples")
     facts = dict(rows.describe())
