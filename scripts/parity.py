@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         ctx = make_context(parallel, resolve(parallel, comm.world), device, torch.float32)
         shared = functools.partial(parity_layout.compare_layout, parallel=parallel, ctx=ctx)
         compare = shared if comm.world > 1 else functools.partial(parity.compare, ctx=ctx)
-        return parity.report(args.folders, lambda folder: parity.to_json(compare(folder)), silent=comm.rank > 0)
+        return parity.report(args.folders, lambda folder: parity.to_json(compare(folder)))
 
 
 if __name__ == "__main__":

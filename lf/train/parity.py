@@ -38,6 +38,7 @@ from lf.models.spec import (
     weight_map,
 )
 from lf.parallel.megatron import placements
+from lf.terminal import say
 from lf.train.start import load_model, open_start
 from lf.train.step import weighted_loss
 
@@ -222,8 +223,8 @@ def to_json(parity: Parity) -> dict[str, Any]:
     return {**fields, "ok": parity.ok}
 
 
-def report(folders: Iterable[Path], compare: Callable[[Path], Mapping[str, Any]], *, silent: bool = False) -> int:
-    """Prints a line for each folder and returns the exit code."""
+def report(folders: Iterable[Path], compare: Callable[[Path], Mapping[str, Any]]) -> int:
+    """Prints a line for each folder on rank 0 and returns the exit code."""
     code = 0
     for folder in folders:
         try:
@@ -231,6 +232,5 @@ def report(folders: Iterable[Path], compare: Callable[[Path], Mapping[str, Any]]
             code = max(code, int(not line["ok"]))
         except Exception as error:  # Of a folder from elsewhere, anything may be missing.
             line, code = {"folder": str(folder), "error": f"{type(error).__name__}: {error}", "ok": False}, 2
-        if not silent:
-            print(json.dumps(line), flush=True)
+        say(json.dumps(line))
     return code
