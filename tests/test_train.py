@@ -13,6 +13,7 @@ import torch
 import lf
 from lf.devices.cpu import cpu
 from lf.models.decoder import Mlp
+from lf.models.llm.deepseek import deepseek_v3_tiny
 from lf.models.spec import fake_text_batch
 from lf.models.toy import Toy
 from lf.train import checkpoint
@@ -41,6 +42,7 @@ def small_run(corpus: Path, kind: str = "dense", **changes: Any) -> lf.Run:
     models = {
         "dense": (attrs.evolve(DENSE, vocab=vocab, hidden=32, mlp=Mlp(width=48)), lf.MegatronParallel(micro_batch=2)),
         "toy": (Toy(vocab=vocab), lf.TorchParallel(micro_batch=2)),
+        "experts": (attrs.evolve(deepseek_v3_tiny, vocab=vocab), lf.MegatronParallel(micro_batch=2)),
     }
     chosen, parallel = models[kind]
     run = lf.Run(
@@ -84,7 +86,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in keep if key in line} for line in lines]
 
 
-@pytest.mark.parametrize("model", ["dense", "toy"])
+@pytest.mark.parametrize("model", ["dense", "toy", "experts"])
 def test_resume_is_bit_exact(workers: Workers, corpus: Path, tmp_path: Path, model: str) -> None:
     run, whole, cut = small_run(corpus, model), tmp_path / "whole", tmp_path / "cut"
     workers.run(1, go, run, whole, tmp_path)
@@ -98,6 +100,9 @@ def test_resume_is_bit_exact(workers: Workers, corpus: Path, tmp_path: Path, mod
     assert metrics(cut) == metrics(whole)
     reference = tensors(whole, 6)
     assert {"weight", "exp_avg", "exp_avg_sq", "step"} == {name.split("/")[0] for name in reference}
+    biases = [value for name, value in reference.items() if name.endswith("expert_bias")]
+    assert all(value.any() for value in biases)
+    assert bool(biases) == (model == "experts")
     for name, value in tensors(cut, 6).items():
         assert torch.equal(value, reference[name]), name
 
