@@ -24,7 +24,10 @@ def one_process() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from tests.gloo import share_device
+
     torch.set_num_threads(1)
+    share_device()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -21,7 +21,10 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.gloo import share_device
+
     torch.set_num_threads(1)
+    share_device()
     while True:
         try:
             job = pipe.recv()
