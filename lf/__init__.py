@@ -7,9 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lf.data.config import Camera as Camera
     from lf.data.config import DataConfig as DataConfig
     from lf.data.config import HfTokenizer as HfTokenizer
+    from lf.data.config import LeRobotData as LeRobotData
     from lf.data.config import Mixture as Mixture
+    from lf.data.config import Normalise as Normalise
+    from lf.data.config import Signal as Signal
     from lf.data.config import TextData as TextData
     from lf.data.config import TokenizerConfig as TokenizerConfig
     from lf.data.config import TrainedBpe as TrainedBpe
@@ -35,7 +39,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "lf.data.config": ("DataConfig", "HfTokenizer", "Mixture", "TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
+    "lf.data.config": (
+        *("Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal", "TextData"),
+        *("TokenizerConfig", "TrainedBpe", "Weighted"),
+    ),
     "lf.parallel.config": ("MegatronParallel", "TorchParallel"),
     "lf.train.config": (
         *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),

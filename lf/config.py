@@ -17,6 +17,7 @@ import attrs
 import tyro
 
 from lf import config_json
+from lf.config_json import brief as brief
 from lf.config_json import check_types as check_types
 from lf.config_json import children, inside, refused_field, show
 from lf.config_json import to_json as to_json
@@ -134,13 +135,13 @@ def loaded_files() -> tuple[Path, ...]:
 
 def _execute(path: Path) -> types.ModuleType:
     """Returns the module of a config file; a file that was executed before and has not changed is not run again."""
-    file, name = path.resolve(), path.stem
+    file, name = _original(path), path.stem
     old = sys.modules.get(name)
     loader = getattr(old, "__loader__", None)
     ours = loader if isinstance(loader, _SourceLoader) else None
     if old and ours and ours.path == str(file) and ours.source == file.read_bytes():
         return old
-    _make_importable(path, replaces=ours is not None)
+    _make_importable(path, file, replaces=ours is not None)
     new = _SourceLoader(name, str(file))
     spec = importlib.util.spec_from_file_location(name, file, loader=new)
     assert spec is not None
@@ -156,9 +157,17 @@ def _execute(path: Path) -> types.ModuleType:
     return module
 
 
-def _make_importable(path: Path, *, replaces: bool) -> None:
+def _original(path: Path) -> Path:
+    """Returns the file that `import NAME` finds already if it is the same as this one, which may be a run's copy."""
+    importlib.invalidate_caches()
+    spec = importlib.machinery.PathFinder.find_spec(path.stem)
+    found = Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else path
+    return (found if found.read_bytes() == path.read_bytes() else path).resolve()
+
+
+def _make_importable(path: Path, file: Path, *, replaces: bool) -> None:
     """Makes `import NAME` find the file, here and in spawned workers, without hiding any other module."""
-    file, name = path.resolve(), path.stem
+    name = path.stem
     if "." in name:
         raise ValueError(f"{path}: the file is imported as a module, so its name has no dot before .py; rename it")
     importlib.invalidate_caches()

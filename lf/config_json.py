@@ -107,10 +107,15 @@ def _cure(value: Any, hint: Any) -> str:
     return "give a value of that type"
 
 
+def brief(value: Any) -> str:
+    """Returns a value as text that is cut to one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def show(value: Any) -> str:
     """Returns a value and its type as errors print them, cut to one line."""
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+    return f"{brief(value)} ({type(value).__name__})"
 
 
 def _spell(hint: Any) -> str:

@@ -56,7 +56,8 @@ def parse(argv: Sequence[str], prog: str = "train.py", *, quiet: bool = False) -
     cfg = config.override(base, rest + helps, f"{prog} --cfg {launch.cfg}", description=description)
     cfg = _take_from_init(base, cfg)
     config.check_round_trip(cfg)
-    return attrs.evolve(launch, out=launch.out or str(run_folder(launch.cfg))), base, cfg
+    out = Path(launch.out).expanduser() if launch.out else run_folder(launch.cfg)
+    return attrs.evolve(launch, out=str(out)), base, cfg
 
 
 def _check_flags(rest: Sequence[str], base: Run) -> None:

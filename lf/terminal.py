@@ -4,10 +4,15 @@ import io
 import os
 import signal
 import sys
+import warnings
 
 
-def tolerant() -> None:
-    """Lets the process print any text where the terminal knows fewer letters than the texts have."""
+def prepare() -> None:
+    """Lets the process print any text, on terminals that know fewer letters too, and nothing that users cannot act on.
+
+    megatron-core warns at length that it does without packages which lf replaces or does not need.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

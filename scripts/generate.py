@@ -8,7 +8,7 @@ import attrs
 import tyro
 
 from lf.models.generate import Sampling, allowance, generate, stream_text
-from lf.terminal import end_with_reader, tolerant
+from lf.terminal import end_with_reader, prepare
 
 
 @attrs.frozen(kw_only=True)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     try:
         device, start = detect(args.device), open_saved(args.folder, args.family, args.config_file)
         tokenizer = read_tokenizer(next(p for p in (args.folder / TOKENIZER, args.folder) if p.is_dir()))
-        prompt = tokenizer.encode_batch([args.prompt])[0]
+        prompt = tokenizer.encode_batch([args.prompt.encode(errors="surrogateescape").decode()])[0]
         allowance(start.model, prompt, args)
         with process_group(device):
             model = load_model(start, local_context(start.model, device))
@@ -55,6 +55,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    tolerant()
+    prepare()
     end_with_reader()
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lf.devices.detect import apply_env, detect, early_env, render_env
-from lf.terminal import say, tolerant
+from lf.terminal import prepare, say
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -36,7 +36,7 @@ def train(argv: list[str]) -> int:
     except ValueError as error:
         return fail(error, 2)
     for path, old, new in config.diff(base, cfg):
-        say(f"override {path}: {old} -> {new}")
+        say(f"override {path}: {config.brief(old)} -> {config.brief(new)}")
     say(f"device {device.name}\n{render_env((*early, *apply_env(device)))}".rstrip())
 
     from lf.train import loop
@@ -56,5 +56,5 @@ def train(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    tolerant()
+    prepare()
     sys.exit(main(sys.argv[1:]))

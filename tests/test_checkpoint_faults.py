@@ -1,7 +1,6 @@
 """Saves that die, disks that fill up, files that are cut or changed."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -33,6 +32,7 @@ from lf.train.checkpoint import (
     save,
     verify,
 )
+from lf.train.manifest import digest
 from tests.saving import equal, holds, names, on_ranks, save_state, state
 
 CHANGES_THE_DISK = frozenset({"open", "write", "flush", "fsync", "close", "mkdir", "replace", "unlink", "rmdir"})
@@ -341,7 +341,8 @@ def test_another_version_or_format_is_named(tmp_path: Path) -> None:
     path = save_state(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     for change, message in (
-        ({"version": 2}, "has version 2 of the checkpoint format, and this lf reads version 1"),
+        ({"version": 2}, "is damaged"),
+        ({"version": 2, "sha256": digest(2, manifest["body"])}, "has version 2 of the checkpoint format, and this lf"),
         ({"format": "other"}, "is not the manifest of an lf checkpoint"),
         ({"body": {"step": 1}}, "is damaged"),
         ({"body": None}, "is damaged"),
@@ -355,12 +356,33 @@ def test_another_version_or_format_is_named(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
+def test_a_checkpoint_of_a_newer_lf_is_neither_passed_over_nor_replaced(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2)
+    manifest = json.loads((path / "manifest.json").read_text())
+    newer = {**manifest, "version": 2, "sha256": digest(2, manifest["body"])}
+    (path / "manifest.json").write_text(json.dumps(newer))
+    with pytest.raises(CheckpointError, match="has version 2"):
+        open_latest(tmp_path)
+    with pytest.raises(CheckpointError, match="has version 2"):
+        save_state(tmp_path, 2)
+    assert json.loads((path / "manifest.json").read_text())["version"] == 2
+
+
+def test_a_pipe_is_no_manifest(tmp_path: Path) -> None:
+    path = save_state(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        open_checkpoint(path)
+
+
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes the body of a manifest and gives it the hash of what it says then."""
     file = path / "manifest.json"
     outer = json.loads(file.read_text())
     change(outer["body"])
-    outer["sha256"] = hashlib.sha256(manifest.canonical(outer["body"]).encode()).hexdigest()
+    outer["sha256"] = manifest.digest(outer["version"], outer["body"])
     file.write_text(json.dumps(outer))
 
 

@@ -159,6 +159,20 @@ def test_a_path_that_cannot_be_a_config_is_refused(
     assert str(tmp_path / name) in str(caught.value)
 
 
+def test_decay_rates_of_one_or_more_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"betas = \(0\.9, 2\.0\) must be at least 0 and below 1; change 2\.0"):
+        lf.AdamW(betas=(0.9, 2.0))
+
+
+def test_a_copy_of_a_file_that_is_on_the_path_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = write(tmp_path / "here", USER_FILE, "twin_cfg")
+    copy = write(tmp_path / "run", USER_FILE, "twin_cfg")
+    monkeypatch.syspath_prepend(original.parent)
+    assert config.load(copy) == config.load(original)
+    assert original in config.loaded_files()
+    assert copy not in config.loaded_files()
+
+
 def test_a_failed_load_leaves_the_module_that_worked(tmp_path: Path) -> None:
     path = write(tmp_path, USER_FILE)
     good = config.load(path)

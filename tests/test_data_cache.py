@@ -93,9 +93,8 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
         (temporary / "a.bin").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left") as caught:
+    with pytest.raises(OSError, match=r"No space left on device, while the cache was built: .*key"):
         build_once(tmp_path / "key", fail)
-    assert caught.value.__notes__ == [f"while building the cache folder {tmp_path / 'key'}"]
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
 
 

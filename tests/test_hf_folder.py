@@ -585,3 +585,29 @@ def test_nothing_is_saved_outside_of_the_folder(tmp_path, name):
     with pytest.raises(ValueError, match="do not stand together"):
         save_folder(tmp_path / "x" / "m", tensors, config={}, source=mixed_up)
     assert os.listdir(tmp_path) == ["m"]
+
+
+def test_links_out_of_a_folder_are_not_copied(tmp_path):
+    (tmp_path / "secret.txt").write_text("private")
+    two_shards(tmp_path / "m")
+    weights = WeightMap((Carried("*"),))
+    (tmp_path / "m" / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ValueError, match=r"notes\.txt is a link to .*secret\.txt, outside of its folder"):
+        remember(weights, open_folder(tmp_path / "m"))
+    # Hugging Face's cache has links to its own files.
+    (tmp_path / "models--x" / "snapshots").mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    shutil.move(tmp_path / "m", tmp_path / "models--x" / "snapshots" / "rev")
+    shutil.move(tmp_path / "secret.txt", tmp_path / "models--x" / "blobs" / "hash")
+    link = tmp_path / "models--x" / "snapshots" / "rev" / "notes.txt"
+    link.unlink()
+    link.symlink_to("../../blobs/hash")
+    assert ("notes.txt", b"private") in remember(weights, open_folder(link.parent)).files
+
+
+def test_a_pipe_is_no_weight_file(tmp_path):
+    shutil.copytree(GOLDEN / "llama", tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "m" / "model.safetensors")
+    with pytest.raises(ValueError, match="no regular file"):
+        open_folder(tmp_path / "m")

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lf.data": ("lf.data", "lf.config", "lf.models.spec", "lf.plan", "lf.storage"),
     "lf.train": (
         *("lf.train", "lf.config", "lf.devices", "lf.kernels", "lf.models", "lf.parallel", "lf.plan", "lf.data"),
-        "lf.storage",
+        *("lf.storage", "lf.terminal"),
     ),
 }
 """Packages of lf, and what of lf each may import. `lf` itself and `lf.launch` stand above all of them.
@@ -36,7 +36,20 @@ The layer backends in `lf.models.layers` are no family, so `lf.parallel` may cho
 
 FAMILIES = tuple(
     f"lf.models.{name}"
-    for name in ("decoder", "gpt", "gpt_spec", "parts", "toy", "vlm", "llm", "vision", "diffusion", "embodied")
+    for name in (
+        "decoder",
+        "decoder_costs",
+        "layer_costs",
+        "gpt",
+        "gpt_spec",
+        "parts",
+        "toy",
+        "vlm",
+        "llm",
+        "vision",
+        "diffusion",
+        "embodied",
+    )
 )
 """What only `lf.models` may import by name; the rest reaches families through `models.spec` and `models.hf`."""
 
@@ -44,8 +57,8 @@ MEGATRON = ("lf/models/", "lf/parallel/", "lf/train/megatron_step.py")
 """Where megatron may be imported."""
 
 LATE = {
-    *("matplotlib", "megatron", "peft", "pyarrow", "tensorboard", "tokenizers", "transformer_engine"),
-    *("transformers", "triton", "wandb"),
+    *("PIL", "av", "h5py", "matplotlib", "megatron", "peft", "pyarrow", "tensorboard", "tokenizers"),
+    *("transformer_engine", "transformers", "triton", "wandb"),
 }
 """Packages that are imported inside functions."""
 

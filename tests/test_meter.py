@@ -15,7 +15,7 @@ from lf.devices.device import Memory
 from lf.train.config import Log, Profile
 from lf.train.meter import StepReport, Timing, add_timing, duration, eval_line, line, report_step, to_json
 from lf.train.profile import profile_window
-from lf.train.sinks import cut_lines, open_progress, open_sinks
+from lf.train.sinks import check_sinks, cut_lines, open_progress, open_sinks
 
 REPORT = StepReport(
     step=1200,
@@ -222,16 +222,16 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("module", "log", "message"),
     [
-        ("torch.utils.tensorboard", Log(tensorboard=True), r"log.tensorboard = True needs .* pip install 'lf\[log\]'"),
+        ("tensorboard", Log(tensorboard=True), r"log.tensorboard = True needs .* pip install 'lf\[log\]'"),
         ("wandb", Log(wandb="proj"), r"log.wandb = 'proj' needs the package wandb.* pip install 'lf\[log\]'"),
     ],
 )
 def test_a_missing_package_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, log: Log, message: str
+    monkeypatch: pytest.MonkeyPatch, module: str, log: Log, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=message):
-        open_sinks(tmp_path, log, rank=0, step=0, config={})
+        check_sinks(log)
 
 
 class Terminal(io.StringIO):

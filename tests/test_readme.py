@@ -17,6 +17,7 @@ from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import parameters
 from lf.models.hf import READERS
 from lf.models.spec import ModelConfig
+from tests.test_plan import script
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -78,6 +79,15 @@ def test_the_config_of_the_readme_trains_with_the_flags_it_shows(tmp_path: Path)
         assert expected in done.stdout
     made = {entry.name for entry in (tmp_path / "runs/my_cfg").iterdir()}
     assert {"config.json", "metrics.jsonl", "checkpoints", "hf", "tokenizer", "loss.png"} <= made
+
+
+def test_the_plan_of_the_readme_is_what_the_script_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config,) = [block for block in blocks("python") if block.startswith("# eight.py")]
+    (command,) = [block for block in blocks("bash") if "scripts/plan.py" in block]
+    (tmp_path / "eight.py").write_text(config)
+    args = command.replace("eight.py", str(tmp_path / "eight.py")).split()[2:]
+    assert script(*args) == 0
+    assert capsys.readouterr().out in blocks("text")
 
 
 def test_the_fields_of_a_run_are_those_of_the_readme() -> None:

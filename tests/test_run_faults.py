@@ -18,7 +18,7 @@ from lf.config import from_json
 from lf.data.source import open_data
 from lf.devices.cpu import cpu
 from lf.models.toy import Toy
-from lf.train import checkpoint, run
+from lf.train import checkpoint
 from lf.train.loop import FAULTS, train
 from lf.train.run import open_job
 from lf.train.summary import summary
@@ -93,6 +93,11 @@ def test_an_edited_config_is_held_to_what_was_trained(workers: Workers, corpus: 
     assert (now.steps, now.batch) == (3, 6)
     (text,) = workers.run(1, refused, attrs.evolve(cfg, steps=2), folder, tmp_path)
     assert "steps = 2, but" in text
+
+
+def opened(cfg: lf.Run, folder: Path, cache: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    open_job(cfg, folder, (), cpu, checkpoint.distributed(), lambda text: None).lock.close()
 
 
 def by_rank(one: lf.Run, other: lf.Run, folder: Path, cache: Path) -> str:
@@ -229,22 +234,47 @@ def test_a_step_that_is_not_finite_loses_no_step_before_it(workers: Workers, cor
     assert (last["step"], last["grad_norm"]) == (2, None)
 
 
-def cramped(cfg: lf.Run, folder: Path, cache: Path) -> str:
+def cramped(cfg: lf.Run, folder: Path, cache: Path, free: int) -> str:
     true = shutil.disk_usage(folder.parent)
-    run.shutil.disk_usage = lambda path: true._replace(free=1000)  # type: ignore[attr-defined]
+    shutil.disk_usage = lambda path: true._replace(free=free)  # type: ignore[assignment]
     try:
         return refused(cfg, folder, cache)
     finally:
-        run.shutil.disk_usage = disk_usage  # type: ignore[attr-defined]
+        shutil.disk_usage = disk_usage
 
 
 disk_usage = shutil.disk_usage
 
 
 def test_a_disk_without_room_is_found_at_the_start(workers: Workers, corpus: Path, tmp_path: Path) -> None:
-    (text,) = workers.run(1, cramped, small_run(corpus, "toy"), tmp_path / "run", tmp_path)
+    (text,) = workers.run(1, cramped, small_run(corpus, "toy"), tmp_path / "run", tmp_path, 1000)
     assert "has 1000 free" in text
     assert not (tmp_path / "run").exists()
+    # Room for the weights and an export, but not for what the optimiser keeps from the first step on.
+    (text,) = workers.run(1, cramped, small_run(corpus, "toy"), tmp_path / "run", tmp_path, 400_000)
+    assert text.startswith("CheckpointError: 3 more checkpoints and an export need ")
+    assert metrics(tmp_path / "run") == []
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
+    workers: Workers, corpus: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    cfg = small_run(corpus, "toy", steps=1, optim=lf.AdamW(lr=1e39, clip=0.0), eval=lf.Eval())
+    (text,) = workers.run(1, refused, cfg, folder, tmp_path)
+    assert text.startswith("NonFiniteError: step 1 has left ")
+    assert checkpoint.latest(folder) is None
+    assert not (folder / "hf").exists()
+
+
+def test_a_folder_in_which_no_step_was_done_takes_another_config(
+    workers: Workers, corpus: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    cfg = small_run(corpus, "toy", steps=2)
+    workers.run(1, opened, cfg, folder, tmp_path)
+    workers.run(1, go, attrs.evolve(cfg, seed=3), folder, tmp_path)
+    assert from_json((folder / "config.json").read_text()).seed == 3
 
 
 def test_an_export_that_would_remove_files_is_refused_at_the_start(

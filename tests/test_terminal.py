@@ -9,13 +9,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str, encoding: str) -> subprocess.Popen[bytes]:
-    line = [sys.executable, "-c", f"from lf.terminal import end_with_reader, say, tolerant\n{code}"]
+    line = [sys.executable, "-c", f"from lf.terminal import end_with_reader, say, prepare\n{code}"]
     env = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
     return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_letters_that_a_terminal_lacks_are_escaped() -> None:
-    out, err = python("tolerant(); say('a\\u4e16b')", "ascii").communicate(timeout=60)
+    out, err = python("prepare(); say('a\\u4e16b')", "ascii").communicate(timeout=60)
     assert (out, err) == (b"a\\u4e16b\n", b"")
 
 

@@ -57,8 +57,9 @@ def _build(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str
             sync(path)
         _rename(temporary, folder)
     except OSError as error:
-        error.add_note(f"while building the cache folder {folder}")
-        raise
+        # Writes to an open file name no path.
+        told = f"{error.strerror}, while the cache was built"
+        raise OSError(error.errno, told, error.filename or str(folder)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     made = _read_meta(folder)

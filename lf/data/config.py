@@ -34,6 +34,73 @@ class TextData(DataConfig):
 
 
 @attrs.frozen(kw_only=True)
+class Camera:
+    """A camera of a row, and the feature of the dataset that fills it."""
+
+    name: str = attrs.field(validator=min_len(1))
+    """What rows call it; datasets that are mixed share these names."""
+    key: str = ""
+    """Feature of the dataset, of kind video or image; empty for a camera that the dataset lacks: it is masked."""
+    seconds: tuple[float, ...] = ()
+    """Times of a window, relative to the row's frame; empty gives that one frame, without an axis of time."""
+
+
+@attrs.frozen(kw_only=True)
+class Signal:
+    """One more field of a row, as the dataset has it."""
+
+    name: str = attrs.field(validator=min_len(1))
+    """What rows call it; the mask of its window is `<name>_is_pad`."""
+    key: str = attrs.field(validator=min_len(1))
+    """Feature of the dataset, of numbers."""
+    seconds: tuple[float, ...] = ()
+    """Times of a window, relative to the row's frame; empty gives that one frame, without an axis of time."""
+
+
+@attrs.frozen(kw_only=True)
+class Normalise:
+    """How states and actions are scaled before a model sees them (`data/normalise.py` has the formulas)."""
+
+    state: Literal["none", "mean_std", "min_max", "quantile"] = "quantile"
+    """Scaling of the state."""
+    actions: Literal["none", "mean_std", "min_max", "quantile"] = "quantile"
+    """Scaling of the actions."""
+    delta: tuple[bool, ...] = ()
+    """Which dims of the actions become differences to the state of the row's frame; empty for none."""
+    file: str = ""
+    """JSON file of normalisers (a checkpoint's, say) that are used as they are, whatever the fields above say of kinds;
+    empty computes them from the data."""
+
+
+@attrs.frozen(kw_only=True)
+class LeRobotData(DataConfig):
+    """A LeRobot dataset (v2.1 or v3.0): one row for each frame, with the chunk of actions that follows it."""
+
+    path: str
+    """Folder of the dataset, which has `meta/info.json`."""
+    episodes: tuple[int, ...] | None = None
+    """Episodes to take, by episode_index; None takes all. Their order does not matter."""
+    cameras: tuple[Camera, ...] | None = None
+    """The cameras of a row; None takes every camera of the dataset under its own key."""
+    state: tuple[str, ...] = ("observation.state",)
+    """Features whose dims, one after the other, are the state; empty for rows without one."""
+    state_seconds: tuple[float, ...] = ()
+    """Times of the window of the state, relative to the row's frame; empty gives one state, without an axis of time."""
+    actions: tuple[str, ...] = ("action",)
+    """Features whose dims, one after the other, are the actions; empty for rows without them."""
+    chunk: int = attrs.field(default=16, validator=ge(1))
+    """Actions of a row: those of its own frame and of the next ones."""
+    extra: tuple[Signal, ...] = ()
+    """More fields of a row."""
+    normalise: Normalise = Normalise()
+    """How states and actions are scaled."""
+    tolerance: float = attrs.field(default=1e-4, validator=gt(0.0))
+    """Seconds by which a timestamp may miss its frame, and a time of a window the frame that it means."""
+    max_prompt: int = attrs.field(default=0, validator=ge(0))
+    """Most tokens of a prompt (of what the policy reads of a task) that are allowed; 0 sets no limit."""
+
+
+@attrs.frozen(kw_only=True)
 class Weighted:
     """One part of a mixture."""
 

@@ -51,8 +51,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"tokenizer {str(path)!r}: there is no {file.name}; give a folder that has one, or write it with "
-            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            f"tokenizer {str(path)!r}: there is no {file.name}; give a folder that has one (the hf/ of a run has that "
+            "of the run), or write it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     data = file.read_bytes()
     try:

@@ -8,7 +8,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import attrs
@@ -63,10 +64,23 @@ def eval_batches(
 def _share(rows: Rows, wanted: range, micro_batch: int, dp: int, dp_rank: int, rounds: int) -> list[list[Row | None]]:
     turns = -(-len(wanted) // (micro_batch * dp * rounds)) * rounds
     starts = [(turn * dp + dp_rank) * micro_batch for turn in range(turns)]
-    return [
-        [rows.row(*locate(rows, wanted[at])) if at < len(wanted) else None for at in range(start, start + micro_batch)]
-        for start in starts
-    ]
+    places = [at for start in starts for at in range(start, start + micro_batch)]
+    found = read_rows(rows, [wanted[at] for at in places if at < len(wanted)])
+    # What is missing is missing at the end of the step, and so at the end of every rank's part of it.
+    filled: list[Row | None] = [*found, *[None] * (len(places) - len(found))]
+    return [filled[at : at + micro_batch] for at in range(0, len(places), micro_batch)]
+
+
+def read_rows(rows: Rows, wanted: Sequence[int]) -> list[Row]:
+    """Returns rows of a run by their numbers, counted from 0 over all epochs.
+
+    A source that has `threads` is read by so many threads at once.
+    """
+    threads = min(getattr(rows, "threads", 1), len(wanted))
+    if threads < 2:
+        return [rows.row(*locate(rows, k)) for k in wanted]
+    with ThreadPoolExecutor(threads, "lf-rows") as pool:
+        return list(pool.map(lambda k: rows.row(*locate(rows, k)), wanted))
 
 
 @contextlib.contextmanager

@@ -5,19 +5,24 @@ A source of your own is a `DataConfig` subclass and one rule, `@open_data.regist
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
 
 from lf.data.cache import key_of
-from lf.data.config import DataConfig, Mixture, TextData
+from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
 from lf.data.hf_tokenizer import Tokenizer
+from lf.data.lerobot import LeRobotRows, check_alike, fit_rows, make_prompt, open_lerobot
+from lf.data.lerobot_meta import read_meta
+from lf.data.normalise import Floats, Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
 from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
+
+_COMMON = ("vocab", "length", "cameras", "state_dims", "action_dims")
 
 Row = dict[str, Any]
 """One row: what a family's `collate` reads, and `id`, which names the row's content."""
@@ -52,8 +57,12 @@ class DataCtx:
     """Folder of what is built once and kept: token ids, tokenizers."""
     tokenizer: Tokenizer | None = None
     """The run's tokenizer, None where it has none."""
+    prompt: Callable[[str, Floats], str] | None = None
+    """Makes the text that the run's policy reads of a task and a scaled state; None where there is none."""
     path: str = "data"
     """Where the config stands in the run, as errors name it."""
+    normalisers: Normalisers | None = None
+    """Normalisers of robot data to use (those of training, when held-out data is opened); None takes the config's."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,6 +99,29 @@ def _(cfg: TextData, ctx: DataCtx) -> TextRows:
     return open_text(cfg, tokenizer=ctx.tokenizer, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
 
 
+@open_data.register
+def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
+    rows = _open_robot(cfg, ctx)
+    return _scaled(rows, [rows], ctx)
+
+
+def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
+    prompt = make_prompt(ctx.prompt, ctx.tokenizer, ctx.path)
+    return open_lerobot(cfg, prompt=prompt, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+
+
+def normalisers_of(rows: Rows) -> Normalisers | None:
+    """Returns the normalisers that all robot data of a source is scaled by; None where it has none."""
+    parts = _robots(rows)
+    return parts[0].normalisers if parts else None
+
+
+def _robots(rows: Rows) -> list[LeRobotRows]:
+    if isinstance(rows, MixedRows):
+        return [robot for part in rows.parts for robot in _robots(part)]
+    return [rows] if isinstance(rows, LeRobotRows) else []
+
+
 @texts.register
 def _(cfg: TextData, ctx: DataCtx) -> Texts:
     files = find_files(cfg, ctx.path)
@@ -117,6 +149,11 @@ class MixedRows:
         """Returns the rows of one epoch."""
         return sum(len(part) for part in self.parts)
 
+    @property
+    def threads(self) -> int:
+        """How many rows are worth reading at once."""
+        return max(getattr(part, "threads", 1) for part in self.parts)
+
     def row(self, epoch: int, index: int) -> Row:
         """Returns a row of the part whose turn it is; its id begins with the part's number."""
         if not 0 <= index < len(self):
@@ -126,20 +163,60 @@ class MixedRows:
         return {**row, "id": f"{at}/{row['id']}"}
 
     def describe(self) -> dict[str, int]:
-        """Returns the facts that every part has: `vocab` is the largest, `length` is common, the others are sums."""
+        """Returns the facts that every part has: sizes are the largest of the parts, the others are sums."""
         facts = [part.describe() for part in self.parts]
         names = [name for name in facts[0] if all(name in fact for fact in facts)]
-        merge: dict[str, Callable[[list[int]], int]] = {"vocab": max, "length": max}
+        merge: dict[str, Callable[[list[int]], int]] = dict.fromkeys(_COMMON, max)
         return {name: merge.get(name, sum)([fact[name] for fact in facts]) for name in names}
 
 
 @open_data.register
-def _(cfg: Mixture, ctx: DataCtx) -> MixedRows:
-    parts = tuple(open_data(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts))
+def _(cfg: Mixture, ctx: DataCtx) -> Rows:
+    rows = _mix(cfg, ctx)
+    robots = _robots(rows)
+    if not robots:
+        return rows
+    check_alike(robots, ctx.path)
+    # One model sees all parts, so they are scaled alike.
+    return _scaled(rows, robots, ctx)
+
+
+def _mix(cfg: Mixture, ctx: DataCtx) -> MixedRows:
+    parts = tuple(_open_part(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts))
+    kinds = {bool(_robots(part)) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"{ctx.path}.parts are of robots and of texts; a mixture has parts of one kind")
     lengths = [part.describe().get("length") for part in parts]
-    if len(set(lengths)) > 1:
+    if len(set(lengths)) > 1 and kinds == {False}:
         raise ValueError(f"{ctx.path}.parts have rows of {lengths} tokens; rows of a mixture must be of one length")
     return MixedRows(parts=parts, weights=integer_weights([part.weight for part in cfg.parts]))
+
+
+def _open_part(cfg: DataConfig, ctx: DataCtx) -> Rows:
+    """Opens a part of a mixture; robot data is not scaled yet."""
+    if isinstance(cfg, Mixture):
+        return _mix(cfg, ctx)
+    return _open_robot(cfg, ctx) if type(cfg) is LeRobotData else open_data(cfg, ctx)
+
+
+def _scaled(rows: Rows, robots: Sequence[LeRobotRows], ctx: DataCtx) -> Rows:
+    """Returns rows whose robot data, `robots`, is scaled by what the context gives, or else by the config's."""
+    if ctx.normalisers is not None:
+        return _with(rows, ctx.normalisers, f"{ctx.path}: the scaling of the training data")
+    where = robots[0].cfg.normalise.file or f"{ctx.path}.normalise"
+    return _with(rows, fit_rows(robots, ctx.cache_dir, ctx.path), where)
+
+
+def _with(rows: Rows, norms: Normalisers, where: str) -> Rows:
+    if isinstance(rows, MixedRows):
+        return attrs.evolve(rows, parts=tuple(_with(part, norms, where) for part in rows.parts))
+    return rows.scaled(norms, where) if isinstance(rows, LeRobotRows) else rows
+
+
+@texts.register
+def _(cfg: LeRobotData, ctx: DataCtx) -> Texts:
+    tasks = tuple(read_meta(Path(cfg.path).expanduser()).tasks.values())
+    return Texts(key=lambda: key_of(tasks), read=lambda: iter(tasks))
 
 
 @texts.register

@@ -55,7 +55,8 @@ def spread_sample(read: Callable[[], Iterator[str]], size: int) -> Iterator[str]
     total = sum(len(text.encode()) for text in read())
     if not total:
         raise ValueError(
-            "the training data holds no text to learn a tokenizer from; give some, or use HfTokenizer(...)"
+            "the training data, on its side of the held-out split, holds no text to learn a tokenizer from; give more "
+            "documents, change part and held_out, or use HfTokenizer(...)"
         )
     passed = taken = 0
     for text in read():

@@ -65,6 +65,13 @@ def _(cfg: DecoderConfig, ctx: spec.Ctx) -> nn.Module:
     return build_gpt(cfg, ctx)
 
 
+@spec.blocks.register
+def _(cfg: DecoderConfig, layout: spec.Layout, load: spec.Load) -> tuple[spec.Block, ...]:
+    from lf.models.decoder_costs import decoder_blocks
+
+    return decoder_blocks(cfg, layout, load)
+
+
 @spec.paths.register
 def _(cfg: DecoderConfig) -> tuple[spec.Path, ...]:
     return ("megatron",)

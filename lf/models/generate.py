@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 import torch
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import and_, ge, gt, le, lt
 from torch import Tensor, nn
 
 from lf.models.decoder import DecoderConfig
@@ -29,7 +29,7 @@ class Sampling:
     """Divisor of the logits; 0 takes the likeliest token (greedy)."""
     top_p: float = attrs.field(default=1.0, validator=and_(gt(0.0), le(1.0)))
     """Share of the probability that is kept, from the likeliest token on."""
-    seed: int = 0
+    seed: int = attrs.field(default=0, validator=and_(ge(0), lt(2**63)))
     """Seed of the draws."""
 
     def __attrs_post_init__(self) -> None:

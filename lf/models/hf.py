@@ -45,6 +45,8 @@ def read_config(folder: str | Path, reader: Reader | None = None) -> spec.ModelC
         cfg = (reader or _known_reader(config))(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: its reader cannot read it ({type(error).__name__}: {error})") from error
     if not isinstance(cfg, spec.ModelConfig):
         raise ValueError(f"{file}: its reader returned a {spec.type_name(cfg)}; it must return a ModelConfig")
     return cfg

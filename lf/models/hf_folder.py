@@ -282,6 +282,8 @@ def _check_index(path: Path, file: str, tensors: Mapping[str, Entry], index: Map
 
 
 def _read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    if not file.is_file():
+        raise ValueError(f"{file} is no regular file; {_CURE}")
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -299,7 +301,8 @@ def _read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             raise ValueError("__metadata__ is no object of strings")
         spans = sorted(_span(name, **entry) for name, entry in header.items())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file} has a broken header ({error}): {_CURE}") from error
+        says = f" ({error})" if isinstance(error, ValueError) else ""
+        raise ValueError(f"{file} has a broken header{says}: {_CURE}") from error
     at = 0
     for begin, end, name, dtype, shape in spans:
         if dtype not in DTYPES:

@@ -91,12 +91,23 @@ def source_of(folder: HfFolder, carried: Collection[str]) -> Source:
         ),
         config=_json(quantised.without_quantisation(folder.config)) if scales else folder.config_bytes,
         files=tuple(
-            (file.name, file.read_bytes())
+            (file.name, _own(file).read_bytes())
             for file in sorted(folder.path.iterdir())
             if _is_asset(file.name) and file.is_file()
         ),
         carried=folder if carried else None,
     )
+
+
+def _own(file: Path) -> Path:
+    """Returns a file of a folder; raises ValueError for a link out of it, which would export whatever lies there.
+
+    Hugging Face's cache is made of links: `snapshots/REVISION/FILE` leads to `blobs/HASH` beside `snapshots`.
+    """
+    real, folder = file.resolve(), file.parent.resolve()
+    if folder not in real.parents and real.parent != folder.parent.parent / "blobs":
+        raise ValueError(f"{file} is a link to {real}, outside of its folder; put a copy in its place, or remove it")
+    return file
 
 
 def store_source(source: Source, path: str | Path) -> None:

@@ -168,6 +168,92 @@ class InitRule:
 
 
 @attrs.frozen(kw_only=True)
+class Load:
+    """What a rank computes at a time, as planners state it."""
+
+    rows: int
+    """Rows of a micro-batch, before context parallel ranks share it."""
+    length: int
+    """Tokens of a row."""
+    itemsize: int = 4
+    """Bytes of a parameter and of an activation."""
+    recompute: tuple[str, ...] = ()
+    """What the backward makes again: nothing, ("full",) for whole layers, or the names of modules."""
+    packed: bool = True
+    """Whether rows may hold several documents, so that a micro-batch runs as one packed row."""
+    cpu: bool = False
+    """Whether torch's layers run on a CPU, where norms work on float32 copies and attention keeps masks and parts."""
+
+
+@attrs.frozen(kw_only=True)
+class Weight:
+    """A parameter as a rank holds it."""
+
+    name: str
+    """What it is, without the number of its layer."""
+    size: int
+    """Elements on this rank."""
+    padding: int = 0
+    """Elements of them that are padding."""
+    itemsize: int = 0
+    """Bytes of an element where they are not those of `Load.itemsize`, else 0."""
+    expert: bool = False
+    """Whether it belongs to an expert, so that other ranks hold the same one than those that share the rest."""
+    summed: bool = False
+    """Whether its gradient is summed over the tensor parallel ranks after the backward."""
+    tied: bool = False
+    """Whether the first and the last pipeline stage both hold it."""
+    frozen: bool = False
+    """Whether no gradient is taken and no optimiser moves it."""
+
+
+@attrs.frozen(kw_only=True)
+class Message:
+    """A collective that a micro-batch needs, its calls of forward, backward and recomputation together."""
+
+    op: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+    """What it does."""
+    axis: str
+    """The ranks that take part: a degree of parallelism by name."""
+    size: int
+    """Bytes of one call: of the whole tensor, before a reduce-scatter and after an all-gather; of what a rank sends."""
+    calls: int = 1
+    """Calls of one micro-batch."""
+
+
+@attrs.frozen(kw_only=True)
+class Block:
+    """A part of a model chunk on one rank, once or in several layers: what it holds, keeps, computes and sends.
+
+    Numbers are those of one of them, and of one micro-batch.
+    """
+
+    name: str
+    """What it is."""
+    chunk: int = 0
+    """Which model chunk of the pipeline stage it is in."""
+    layers: tuple[int, ...] = ()
+    """The layers (from 0) that have it, each its own; empty where it belongs to no layer."""
+    weights: tuple[Weight, ...] = ()
+    """Its parameters, in the order of the module's."""
+    saved: tuple[tuple[str, int], ...] = ()
+    """Bytes that the forward keeps for the backward, by name."""
+    working: int = 0
+    """Bytes that it holds besides, while it runs itself."""
+    forward: float = 0.0
+    """Floating point operations of the forward; the backward has twice as many."""
+    again: float = 0.0
+    """Operations of the forward that the backward repeats."""
+    messages: tuple[Message, ...] = ()
+    """What it sends, within a step."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return max(1, len(self.layers))
+
+
+@attrs.frozen(kw_only=True)
 class Golden:
     """What lf makes of the inputs that a public implementation recorded."""
 
@@ -188,6 +274,11 @@ def no_rule(question: Callable[..., Any], cfg: object) -> NotImplementedError:
     return NotImplementedError(
         f"{name} has no rule for {type_name(cfg)}; add one with @{name}.register in the file that defines it"
     )
+
+
+def has_rule(question: Any, cfg: object) -> bool:
+    """Returns whether a family has a rule of its own for a question, a `singledispatch` function."""
+    return question.dispatch(type(cfg)) is not question.dispatch(object)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -263,6 +354,15 @@ def init_rules(cfg: ModelConfig) -> tuple[InitRule, ...]:
 def flops(cfg: ModelConfig, rows: int, length: int) -> float:
     """Returns the floating point operations of forward and backward, without recompute, of `rows` rows of `length`."""
     raise no_rule(flops, cfg)
+
+
+@functools.singledispatch
+def blocks(cfg: ModelConfig, layout: Layout, load: Load) -> tuple[Block, ...]:
+    """Returns what a rank of the pipeline stage `layout.pp_rank` holds and does, in the order of the model.
+
+    Ranks of a stage are alike; where they are not, the answer is that of the one with most. Nothing is built.
+    """
+    raise no_rule(blocks, cfg)
 
 
 @functools.singledispatch

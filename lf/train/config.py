@@ -81,13 +81,19 @@ class OptimConfig:
     """Parts with a learning rate of their own; the first that names a tensor holds."""
 
 
+def _rates(owner: object, field: "attrs.Attribute[Any]", value: Any) -> None:
+    wrong = [rate for rate in value if isinstance(rate, (int, float)) and (rate < 0 or rate >= 1)]
+    if wrong:
+        raise ValueError(f"{field.name} = {value} must be at least 0 and below 1; change {wrong[0]}")
+
+
 @attrs.frozen(kw_only=True)
 class AdamW(OptimConfig):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101)."""
 
     weight_decay: float = attrs.field(default=0.1, validator=ge(0.0))
     """Decoupled weight decay; norms and biases have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=_rates)
     """Decay rates of the two moments."""
     eps: float = attrs.field(default=1e-8, validator=gt(0.0))
     """Added to the root of the second moment."""

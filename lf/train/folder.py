@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ from lf.config import from_json, read_text, resume_changes, to_json
 from lf.data.hf_tokenizer import Tokenizer
 from lf.models.hf_save import Source, store_source
 from lf.storage import locked
+from lf.train.comm import Comm, together
 from lf.train.config import Run
 from lf.train.manifest import CheckpointError
+from lf.train.names import WEIGHT, key
 from lf.train.reader import Reader
+from lf.train.shards import Piece
 
 CONFIG = "config.json"
 """The run."""
@@ -65,7 +68,7 @@ def check_same_run(run: Run, folder: Path, reader: Reader | None, say: Callable[
                 f"steps = {run.steps}, but {reader.path} has done {reader.step}; set steps to at least that, or choose "
                 "another --out"
             )
-    elif saved.is_file():
+    elif saved.is_file() and _begun(folder):
         old = from_json(read_text(saved), source=str(saved), kind=Run)
     else:
         return
@@ -80,6 +83,12 @@ def check_same_run(run: Run, folder: Path, reader: Reader | None, say: Callable[
         say(f"resume changes {path}: {was} -> {now}")
 
 
+def _begun(folder: Path) -> bool:
+    """Returns whether the run of a folder has done a step: one that has not holds nothing that another could lose."""
+    metrics = folder / METRICS
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def check_same_data(reader: Reader, now: Mapping[str, Any]) -> None:
     """Raises CheckpointError where the data or the tokenizer are no longer those that a checkpoint was trained on."""
     for name, cure in (
@@ -92,6 +101,28 @@ def check_same_data(reader: Reader, now: Mapping[str, Any]) -> None:
                 f"the {name} of the run has changed since {reader.path} was saved:\n  {was}\n  {now[name]}\n{cure}, or "
                 "choose another --out (with --init to keep the weights)"
             )
+
+
+def check_room(folder: Path, pieces: Iterable[Piece], saves: int, comm: Comm) -> None:
+    """Raises CheckpointError on every rank unless the disk has room for some more checkpoints and an export.
+
+    `pieces` are those of a checkpoint on this rank.
+    """
+
+    def count() -> int:
+        sizes = [(piece.data.nbytes, piece.name.startswith(key(WEIGHT, ""))) for piece in pieces]
+        return sum(size * (saves + exported) for size, exported in sizes)
+
+    def check(sizes: list[int]) -> None:
+        place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+        needed, free = sum(sizes), shutil.disk_usage(place).free
+        if free < needed:
+            raise CheckpointError(
+                f"{saves} more checkpoint{'s' if saves > 1 else ''} and an export need {needed} bytes or more, and the "
+                f"disk of {place} has {free} free; free some space, keep fewer (save.keep), or choose another --out"
+            )
+
+    together(comm, count, check, CheckpointError)
 
 
 def _as_saved(run: Run, old: Run) -> Run:

@@ -1,6 +1,7 @@
 """The only training loop: data, step, evaluation, reports, checkpoints, signals. It never asks which path it is on."""
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,9 @@ from lf.models.spec import Batch, Layout, ModelConfig, collate, flops
 from lf.train import checkpoint
 from lf.train.comm import Comm
 from lf.train.config import Run
-from lf.train.folder import HF
-from lf.train.meter import Timing, add_timing, eval_line, finite, line, report_step, to_json
+from lf.train.folder import HF, check_room
+from lf.train.meter import Timing, add_timing, eval_line, line, report_step, to_json
+from lf.train.names import WEIGHT, key
 from lf.train.profile import profile_window
 from lf.train.sinks import Progress, Sinks
 from lf.train.state import Engine, Metrics, TrainState
@@ -188,6 +190,9 @@ def _steps(
             begin(fetched.step)
             started = time.perf_counter()
             state, metrics = job.engine.step(state, fetched.value)
+            if window is None:
+                # Only now the optimiser has all its state.
+                check_room(job.folder, job.engine.pieces(state), _saves_left(job, state), job.comm)
             window = _report(job, state, metrics, window, fetched, time.perf_counter() - started)
             if state.step == run.steps or _due(state.step, run.save.every):
                 _save(job, state)
@@ -197,8 +202,8 @@ def _steps(
         # What was trained since the last checkpoint is good: all ranks are here, and nothing is half done.
         if saved != state.step:
             _save(job, state)
-        if isinstance(stop, NonFiniteError):
-            job.sinks.write({"step": state.step + 1, "loss": finite(stop.loss), "grad_norm": finite(stop.norm)})
+        if isinstance(stop, NonFiniteError) and stop.line:
+            job.sinks.write(stop.line)
         if not isinstance(stop, _StoppedError):
             raise
         if stop.signal:
@@ -221,8 +226,17 @@ def _follow(job: Job, state: TrainState, signals: Callable[[], int], *, resumed:
     if _due(step, run.save.export_every) and not last:
         name = f"{HF}_step_{step}"
         if not resumed or not job.comm.broadcast((job.folder / name).is_dir()):
+            _check_weights(job, state)
             job.export(state, name)
     return loss
+
+
+def _saves_left(job: Job, state: TrainState) -> int:
+    """Returns how many more checkpoints will lie on the disk at once, this one included."""
+    run, left = job.run, job.run.steps - state.step
+    planned = left // run.save.every + 1 if run.save.every else 1
+    there = job.comm.broadcast(len(checkpoint.complete(job.folder).found) if job.comm.rank == 0 else 0)
+    return int(min(planned, max(1, run.save.keep + 1 - there)))
 
 
 def _due(step: int, every: int) -> bool:
@@ -278,10 +292,30 @@ def _evaluate(job: Job, state: TrainState, signals: Callable[[], int], *, write:
     if write:
         job.sinks.write(eval_line(state.step, loss, values))
     job.say(f"step {state.step}/{job.run.steps}  held-out loss {loss:.4f}")
+    if not math.isfinite(loss):
+        raise NonFiniteError(
+            f"step {state.step}: the held-out loss is {loss}. Go on from an older checkpoint with a lower optim.lr, or "
+            "look at the held-out data",
+            {},
+        )
     return loss
 
 
+def _check_weights(job: Job, state: TrainState) -> None:
+    """Raises NonFiniteError on every rank where the last update has left a weight that is not finite."""
+    weights = (piece for piece in job.engine.pieces(state) if piece.name.startswith(key(WEIGHT, "")))
+    rows = job.comm.gather({piece.name for piece in weights if not bool(torch.isfinite(piece.data).all())})
+    bad = job.comm.broadcast(sorted(set().union(*rows)) if rows else [])
+    if bad:
+        raise NonFiniteError(
+            f"step {state.step} has left {len(bad)} weights that are not finite ({', '.join(bad[:3])}), so it is not "
+            "saved; lower optim.lr, or clip gradients, and give the command again",
+            {},
+        )
+
+
 def _save(job: Job, state: TrainState) -> None:
+    _check_weights(job, state)
     checkpoint.save(
         job.folder,
         state.step,

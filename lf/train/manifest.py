@@ -52,7 +52,7 @@ class CheckpointError(RuntimeError):
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that the disk does not give: it may be whole, so an older one is no answer."""
+    """A checkpoint that the disk does not give, or this lf does not know: it may be whole, so no older one will do."""
 
 
 @attrs.frozen(kw_only=True)
@@ -104,15 +104,16 @@ def canonical(body: Any) -> str:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `manifest.json` and waits until it and the folder are on the disk. Raises OSError."""
     body = cattrs.unstructure(manifest)
-    outer = {"format": FORMAT, "version": VERSION, "sha256": _sha256(canonical(body)), "body": body}
+    outer = {"format": FORMAT, "version": VERSION, "sha256": digest(VERSION, body), "body": body}
     with open(folder / "manifest.json", "xb") as file:
         file.write(canonical(outer).encode())
         flush(file)
     sync(folder)
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def digest(version: object, body: object) -> str:
+    """Returns the sha256 of what a manifest says."""
+    return hashlib.sha256(canonical([version, body]).encode()).hexdigest()
 
 
 def _exactly(value: Any, kind: type) -> Any:
@@ -162,23 +163,24 @@ def read_manifest(path: Path) -> Manifest:
     CheckpointError, UnreadableError where a file is there and the system does not give it.
     """
     file = path / "manifest.json"
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no regular file")
     try:
         outer = json.loads(file.read_bytes())
-        body = outer["body"] if isinstance(outer, dict) and "body" in outer else None
-        digest = _sha256(canonical(body))
+        if not isinstance(outer, dict) or outer.get("format") != FORMAT:
+            raise CheckpointError(f"{file} is not the manifest of an {FORMAT}")
+        version, body = outer.get("version"), outer.get("body")
+        if outer.get("sha256") != digest(version, body):
+            raise CheckpointError(f"{file} is damaged: it does not hold what was saved")
     except OSError as error:
         raise read_error(file, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged or cut off: {error}") from error
-    if not isinstance(outer, dict) or outer.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is not the manifest of an {FORMAT}")
-    if outer.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {outer.get('version')} of the checkpoint format, and this lf reads version {VERSION}; "
+    if version != VERSION:
+        raise UnreadableError(
+            f"{path} has version {version} of the checkpoint format, and this lf reads version {VERSION}; "
             "use the lf that wrote it"
         )
-    if outer.get("sha256") != digest:
-        raise CheckpointError(f"{file} is damaged: it does not hold what was saved")
     try:
         manifest = _STRICT.structure(body, Manifest)
     except Exception as error:

@@ -9,7 +9,8 @@ One of a robot or video model has `weights.safetensors`, `inputs.safetensors` wi
 `outputs.safetensors`: what the family's rule of `golden` names, `grad.<checkpoint key>` and `gradnorm.<key>`.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from lf.models.spec import (
     weight_map,
 )
 from lf.parallel.megatron import placements
+from lf.terminal import say
 from lf.train.start import load_model, open_start
 from lf.train.step import weighted_loss
 
@@ -219,3 +221,16 @@ def to_json(parity: Parity) -> dict[str, Any]:
     """Returns a comparison as one JSON object."""
     fields = attrs.asdict(parity, filter=lambda field, _: field.name != "limits")
     return {**fields, "ok": parity.ok}
+
+
+def report(folders: Iterable[Path], compare: Callable[[Path], Mapping[str, Any]]) -> int:
+    """Prints a line for each folder on rank 0 and returns the exit code."""
+    code = 0
+    for folder in folders:
+        try:
+            line = compare(folder)
+            code = max(code, int(not line["ok"]))
+        except Exception as error:  # Of a folder from elsewhere, anything may be missing.
+            line, code = {"folder": str(folder), "error": f"{type(error).__name__}: {error}", "ok": False}, 2
+        say(json.dumps(line))
+    return code

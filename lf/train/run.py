@@ -2,8 +2,8 @@
 
 import contextlib
 import datetime
+import functools
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,26 @@ import torch.distributed as dist
 from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.source import DataCtx, Rows, open_data
+from lf.data.normalise import Normalisers
+from lf.data.source import DataCtx, Rows, normalisers_of, open_data
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
 from lf.models.hf_save import check_target
-from lf.models.spec import Ctx, Layout, ModelConfig, check_layout, check_model, hf_config, paths, type_name, weight_map
+from lf.models.spec import (
+    Ctx,
+    Layout,
+    ModelConfig,
+    check_layout,
+    check_model,
+    has_rule,
+    hf_config,
+    paths,
+    prompt,
+    type_name,
+    weight_map,
+)
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import CheckpointError, check_all_read, distributed, latest, open_latest
 from lf.train.comm import Comm, together
@@ -31,6 +44,7 @@ from lf.train.folder import (
     METRICS,
     TOKENIZER,
     check_place,
+    check_room,
     check_same_data,
     check_same_run,
     held,
@@ -38,13 +52,15 @@ from lf.train.folder import (
     update,
 )
 from lf.train.loop import Job
-from lf.train.names import WEIGHT
 from lf.train.profile import check_window
 from lf.train.reader import Reader
 from lf.train.schedule import check_schedule
-from lf.train.sinks import last_evaluation, open_progress, open_sinks
+from lf.train.sinks import check_sinks, last_evaluation, open_progress, open_sinks
 from lf.train.start import export, from_checkpoint, open_start
 from lf.train.state import Engine, Published, TrainState
+
+MOST_ROWS = 2**31
+"""Rows of a step, beyond which a number is a slip."""
 
 
 @contextlib.contextmanager
@@ -76,6 +92,11 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
 
     Raises NotImplementedError for a model that could not be exported at the end.
     """
+    if max(run.batch, run.parallel.micro_batch) > MOST_ROWS:
+        raise ValueError(
+            f"batch = {run.batch} and parallel.micro_batch = {run.parallel.micro_batch}: a step has at most "
+            f"{MOST_ROWS} rows; take fewer"
+        )
     weight_map(model)
     hf_config(model)
     path = "megatron" if isinstance(run.parallel, MegatronParallel) else "torch"
@@ -99,6 +120,7 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
         )
     check_schedule(run.optim.schedule, run.steps)
     check_window(run.profile, run.steps)
+    check_sinks(run.log)
     return resolve(run.parallel, world)
 
 
@@ -134,15 +156,24 @@ def open_job(
         "params": run.precision.params,
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
+        "normalisers": inputs.normalisers,
     }
     if reader is not None:
         check_same_data(reader, meta)
     _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
-    engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
+    try:
+        engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
+    except RuntimeError as error:  # torch has a type of its own for this on accelerators only
+        if "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise ValueError(
+            f"the model does not fit into the memory of {device.name} ({str(error).splitlines()[0]}); take a smaller "
+            "one, or share it between more ranks"
+        ) from error
     if reader is not None:
         engine = _restored(engine, reader, comm)
         say(f"resumed from {reader.path}")
-    _check_disk(engine, folder, comm)
+    check_room(folder, engine.pieces(engine.state), 1, comm)
     kept = dict(start.source.files) if start.source else {}
     check_target(folder / HF, [*kept, *inputs.tokenizer_files])
 
@@ -202,6 +233,12 @@ class _Inputs:
     """Held-out rows."""
 
     @property
+    def normalisers(self) -> str | None:
+        """How robot data is scaled, as JSON: what evaluation and serving read back; None without such data."""
+        found = normalisers_of(self.rows)
+        return None if found is None else to_json(found)
+
+    @property
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """Files of the tokenizer by name."""
         return {} if self.tokenizer is None else self.tokenizer.files
@@ -218,7 +255,8 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     rows = _open(run.data, "data", run.seed, model, tokenizer)
     check_layout(model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
-    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer)
+    norms = normalisers_of(rows)
+    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer, norms)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
@@ -242,25 +280,6 @@ def _check_alike(comm: Comm, mine: Mapping[str, Any]) -> None:
     together(comm, lambda: mine, compare, CheckpointError)
 
 
-def _check_disk(engine: Engine, folder: Path, comm: Comm) -> None:
-    """Raises CheckpointError unless the disk has room for a checkpoint of the state as it is now, and an export."""
-
-    def count() -> int:
-        pieces = [(piece.name, piece.data.nbytes) for piece in engine.pieces(engine.state)]
-        return sum(size * (2 if name.startswith(f"{WEIGHT}/") else 1) for name, size in pieces)
-
-    def check(sizes: list[int]) -> None:
-        place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-        needed, free = sum(sizes), shutil.disk_usage(place).free
-        if free < needed:
-            raise CheckpointError(
-                f"a checkpoint and an export need at least {needed} bytes, and the disk of {place} has {free} free; "
-                "free some space, or choose another --out"
-            )
-
-    together(comm, count, check, CheckpointError)
-
-
 def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | None:
     kept = folder / TOKENIZER
     if reader is not None:
@@ -281,8 +300,23 @@ def _tokenizer(run: Run, folder: Path, reader: Reader | None) -> Tokenizer | Non
     return open_tokenizer(config, run.data, DataCtx(seed=run.seed, cache_dir=cache_dir()))
 
 
-def _open(data: DataConfig, path: str, seed: int, model: ModelConfig, tokenizer: Tokenizer | None) -> Rows:
-    rows = open_data(data, DataCtx(seed=seed, cache_dir=cache_dir(), tokenizer=tokenizer, path=path))
+def _open(
+    data: DataConfig,
+    path: str,
+    seed: int,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+    normalisers: Normalisers | None = None,
+) -> Rows:
+    ctx = DataCtx(
+        seed=seed,
+        cache_dir=cache_dir(),
+        tokenizer=tokenizer,
+        prompt=functools.partial(prompt, model) if has_rule(prompt, model) else None,
+        path=path,
+        normalisers=normalisers,
+    )
+    rows = open_data(data, ctx)
     if not len(rows):
         raise ValueError(f"{path} has no rows; give it samples")
     facts = dict(rows.describe())

@@ -1,5 +1,6 @@
 """Where the lines of a run go: `metrics.jsonl` always, TensorBoard and Weights & Biases on request; and a bar."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -45,7 +46,7 @@ def cut_lines(path: Path, step: int) -> None:
     for number, text in enumerate(lines, 1):
         try:
             keep = json.loads(text)["step"] <= step
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             if number == len(lines):
                 break
             raise ValueError(f"{path}:{number} is not a line of metrics; repair or remove it, then resume") from None
@@ -84,12 +85,8 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tensorboard(folder: Path, step: int) -> Sinks:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            "log.tensorboard = True needs the package tensorboard, which is not installed; pip install 'lf[log]'"
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter
+
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(record: Mapping[str, Any]) -> None:
@@ -100,12 +97,8 @@ def _tensorboard(folder: Path, step: int) -> Sinks:
 
 
 def _wandb(folder: Path, project: str, config: Mapping[str, Any]) -> Sinks:
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(
-            f"log.wandb = {project!r} needs the package wandb, which is not installed; pip install 'lf[log]'"
-        ) from None
+    import wandb
+
     name = folder / "wandb_id"
     if not name.exists():
         name.write_text(uuid.uuid4().hex)
@@ -119,11 +112,20 @@ def _wandb(folder: Path, project: str, config: Mapping[str, Any]) -> Sinks:
     return Sinks(write=write, close=run.finish)
 
 
+def check_sinks(log: Log) -> None:
+    """Raises ValueError where the package of a sink is missing."""
+    for wanted, setting, package in (
+        (log.tensorboard, "log.tensorboard = True", "tensorboard"),
+        (log.wandb, f"log.wandb = {log.wandb!r}", "wandb"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{setting} needs the package {package}, which is not installed; pip install 'lf[log]'")
+
+
 def open_sinks(folder: Path, log: Log, *, rank: int, step: int, config: Mapping[str, Any]) -> Sinks:
     """Returns the sinks of a run folder, ready to go on after `step` (0 for a new run); only rank 0 writes.
 
-    `config` is the run as JSON, shown beside the curves of Weights & Biases. Raises ValueError where the package of a
-    sink is missing.
+    `config` is the run as JSON, shown beside the curves of Weights & Biases. `check_sinks` comes first.
     """
     if rank != 0:
         return Sinks(write=lambda record: None, close=lambda: None)

@@ -99,6 +99,8 @@ def initial_value(cfg: ModelConfig, seed: int, placed: Placed, local: Tensor, pu
     if published is None:
         return initial_tensor(cfg, placed, local, seed)
     value = published.read(placed)
+    if local.is_floating_point() and not value.is_floating_point():
+        raise ValueError(f"{placed.name} is stored as {value.dtype}, but the model trains it as {local.dtype}")
     if value.shape == local.shape:
         return value
     padded = torch.zeros(local.shape, dtype=value.dtype)

@@ -15,16 +15,18 @@ from torch import Tensor
 
 from lf.models.spec import Batch, Layout, ModelConfig, draw, loss_coefficients, loss_weights, slice_batch
 from lf.train.config import Run
+from lf.train.meter import finite
 from lf.train.schedule import factor
 from lf.train.state import Evaluate, Metrics, TrainState, TrainStep
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is not a number, found before the update on every rank."""
+    """A loss, gradient or weight that is not a number, found on every rank."""
 
-    def __init__(self, text: str, loss: float, norm: float) -> None:
+    def __init__(self, text: str, line: Mapping[str, Any]) -> None:
         super().__init__(text)
-        self.loss, self.norm = loss, norm
+        self.line = line
+        """What `metrics.jsonl` says of it; empty where it was found after the step had its line."""
 
 
 class NothingToScoreError(ValueError):
@@ -188,6 +190,5 @@ def _check_finite(
     raise NonFiniteError(
         f"step {step}: loss {loss}, gradient norm {norm}. The step was not taken and the weights are those of step "
         f"{step - 1}. Samples: {named}. Look at these samples, or lower optim.lr",
-        loss,
-        norm,
+        {"step": step, "loss": finite(loss), "grad_norm": finite(norm)},
     )

@@ -62,6 +62,8 @@ def summary(job: Job, ended: Ended) -> str:
     text = sample(job, ended)
     if text is not None:
         lines += [f"sample, after the prompt {text[0]!r}:", text[1]]
+    elif job.comm.world > 1 and (job.folder / TOKENIZER).is_dir():
+        lines.append(f"no sample from {job.comm.world} ranks; scripts/generate.py {job.folder} writes one")
     return "\n".join(lines)
 
 

@@ -1,0 +1,46 @@
+"""Encoded pictures (PNG, JPEG) as they stand in the rows of a dataset; the decoder is Pillow (the extra `robot`).
+
+Shapes: H height, W width.
+"""
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError(f"pictures are read by Pillow, which is missing ({error}); install lf[robot]") from error
+    return Image
+
+
+def decode_picture(data: bytes, where: str) -> NDArray[np.uint8]:
+    """Returns an encoded picture as RGB [H, W, 3]; raises ValueError with `where` for one that is broken."""
+    try:
+        with _pillow().open(io.BytesIO(data)) as image:
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"{where}: a picture cannot be decoded ({error}); mend it, or leave its episode out"
+        ) from error
+
+
+def picture_fault(data: bytes, size: tuple[int, ...]) -> str:
+    """Returns what is wrong with an encoded picture that should be (height, width), empty where nothing is.
+
+    It is not decoded: its header and, in PNG, the checksums of its parts are looked at.
+    """
+    try:
+        with _pillow().open(io.BytesIO(data)) as image:
+            if image.mode.startswith(("I", "F")):
+                return f"it has pixels of mode {image.mode}, and lf reads 8 bits a channel"
+            if (image.height, image.width) != size:
+                return f"it is {image.height} x {image.width}, and info.json says {size}"
+            image.verify()
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"it is broken ({error})"
+    return ""

@@ -1,0 +1,92 @@
+"""The pipeline schedules as orders of passes: what a stage has in flight, and how long it waits.
+
+Plain: one forward, one backward ("PipeDream-Flush", arXiv:2006.09503). Interleaved: several chunks a stage, in rounds
+of one micro-batch for each stage (arXiv:2104.04473). They are the orders of megatron-core's schedules.
+"""
+
+import functools
+from collections.abc import Sequence
+
+Pass = tuple[bool, int, int]
+"""Whether it is a forward, the chunk of the stage, and the micro-batch."""
+
+
+@functools.cache
+def order(stage: int, pp: int, vpp: int, micro: int) -> tuple[Pass, ...]:
+    """Returns the passes of a stage in order. With several chunks, `micro` is a multiple of `pp`."""
+    rounds = pp if vpp > 1 else 1
+    table = [
+        (chunk, at) for first in range(0, micro, rounds) for chunk in range(vpp) for at in range(first, first + rounds)
+    ]
+    warmup = (pp - stage - 1) * 2 + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
+    warmup = min(warmup, len(table))
+    forward = [(True, chunk, at) for chunk, at in table]
+    backward = [(False, vpp - 1 - chunk, at) for chunk, at in table]
+    steady = [each for pair in zip(forward[warmup:], backward, strict=False) for each in pair]
+    return (*forward[:warmup], *steady, *backward[len(table) - warmup :])
+
+
+def _enough(pp: int, vpp: int, micro: int) -> int:
+    """Returns micro-batches after which a schedule only repeats itself, at most `micro` and with its remainder."""
+    step = pp if vpp > 1 else 1
+    return min(micro, 4 * pp + (micro - 4 * pp) % step)
+
+
+@functools.cache
+def in_flight(stage: int, pp: int, vpp: int, micro: int) -> frozenset[tuple[int, ...]]:
+    """Returns every set of micro-batches that a stage holds after a forward, as a number for each of its chunks."""
+    held, found = [0] * vpp, set()
+    for forward, chunk, _ in order(stage, pp, vpp, _enough(pp, vpp, micro)):
+        held[chunk] += 1 if forward else -1
+        if forward:
+            found.add(tuple(held))
+    return frozenset(found)
+
+
+def idle(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], micro: int) -> float:
+    """Returns the share of the ranks' time that they wait for each other in a step (the bubble), 0 to 1.
+
+    `forward` and `backward` [stage][chunk] are the times of a pass of a micro-batch; sending takes none.
+    """
+    pp, vpp = len(forward), len(forward[0])
+    few = _enough(pp, vpp, micro)
+    total = makespan(forward, backward, few)
+    if few < micro:
+        step = pp if vpp > 1 else 1
+        total += (micro - few) / step * (total - makespan(forward, backward, few - step))
+    busy = micro * sum(map(sum, [*forward, *backward]))
+    return max(0.0, 1.0 - busy / (pp * total)) if total else 0.0
+
+
+def makespan(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], micro: int) -> float:
+    """Returns the time from the first pass to the last; each starts when its stage and what it needs are ready."""
+    pp, vpp = len(forward), len(forward[0])
+    orders = [order(stage, pp, vpp, micro) for stage in range(pp)]
+    at, clock = [0] * pp, [0.0] * pp
+    done: dict[tuple[bool, int, int], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(pp):
+            while at[stage] < len(orders[stage]):
+                is_forward, chunk, batch = orders[stage][at[stage]]
+                place = chunk * pp + stage
+                ready = _ready(done, is_forward, place, batch, pp * vpp - 1)
+                if ready is None:
+                    break
+                length = (forward if is_forward else backward)[stage][chunk]
+                clock[stage] = max(clock[stage], ready) + length
+                done[is_forward, place, batch] = clock[stage]
+                at[stage] += 1
+                moved = True
+    assert all(at[stage] == len(orders[stage]) for stage in range(pp)), "the orders wait for each other"
+    return max(clock)
+
+
+def _ready(
+    done: dict[tuple[bool, int, int], float], is_forward: bool, place: int, batch: int, last: int
+) -> float | None:
+    """Returns when a pass of a chunk (by its place in the model) has what it needs, None where it is not made yet."""
+    if is_forward:
+        return 0.0 if place == 0 else done.get((True, place - 1, batch))
+    return done.get((True, place, batch) if place == last else (False, place + 1, batch))

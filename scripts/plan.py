@@ -1,0 +1,60 @@
+"""Says what a config needs on N ranks before any of them is there. `python scripts/plan.py --help` lists the flags."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+import attrs
+import tyro
+
+from lf.launch import parse
+from lf.plan.estimate import plan
+from lf.plan.speed import Devices, search
+from lf.plan.text import GIB, as_json, render
+from lf.terminal import prepare, say
+from lf.train.planning import job_of
+
+
+@attrs.frozen(kw_only=True)
+class Flags:
+    """Plans a run: `--cfg FILE` and the flags of that config come as for train.py."""
+
+    cfg: str
+    """The config: FILE.py (its value `cfg`), FILE.py:NAME for another value, or the config.json of a run."""
+    world: int
+    """Ranks."""
+    memory: float = 0.0
+    """Memory of a rank in GiB: says what does not fit in it, and the nearest layouts that would. 0 says nothing."""
+    length: int = 0
+    """Tokens of a row; 0 takes them from the config's data."""
+    cpu: bool = False
+    """Whether the ranks are CPUs, whose layers keep more."""
+    json: bool = False
+    """Whether to print JSON."""
+    search: bool = False
+    """Whether to name the fastest layouts of as many ranks (that fit in `--memory`), by what `devices` declares."""
+    devices: Devices = Devices()
+    """What ranks compute and send."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 2 bad usage or config."""
+    helps = [arg for arg in argv if arg in ("-h", "--help")]
+    if helps and not any(arg.split("=")[0] == "--cfg" for arg in argv):
+        tyro.cli(Flags, args=helps, prog="plan.py")
+    own = [arg for arg in argv if arg not in helps]
+    flags, rest = tyro.cli(Flags, args=own, prog="plan.py", return_unknown_args=True, add_help=False)
+    try:
+        _, _, run = parse(["--cfg", flags.cfg, *rest, *helps], prog="plan.py")
+        job, memory = job_of(run, flags.world, length=flags.length, cpu=flags.cpu), flags.memory * GIB
+        made, fastest = plan(job), search(job, flags.devices, memory) if flags.search else ()
+    except (ValueError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    say(json.dumps(as_json(made, memory, fastest), indent=2) if flags.json else render(made, memory, fastest))
+    return 0
+
+
+if __name__ == "__main__":
+    prepare()
+    sys.exit(main(sys.argv[1:]))
