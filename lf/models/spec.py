@@ -450,8 +450,8 @@ def text_batch(
     """Returns the micro-batch of rows of text: `tokens`, `labels`, `positions` [B, S], and `lengths` of the documents.
 
     A row has `tokens` and `labels` of S ids, the `lengths` of its documents, how many positions are `real` (the others
-    are padding), and an `id`. Positions start again at every document; `real` is kept for each row. None becomes padding
-    as long as `like`. Raises ValueError, with the row's id, for a token that is not below `vocab`, where that is given.
+    are padding; kept for each row), and an `id`. Positions start again at every document. None becomes padding as long
+    as `like`. Raises ValueError, with the row's id, for a token that is not below `vocab`, where that is given.
     """
     for row in rows:
         if row is not None and vocab is not None:
