@@ -21,7 +21,7 @@ from lf.models.decoder import Attention, DecoderConfig, Mlp
 from lf.models.llm.llama import Llama
 from lf.models.llm.qwen import Qwen3
 from lf.models.spec import Batch, fake_batch
-from lf.train.run import process_group
+from lf.train.comm import process_group
 from lf.train.start import export
 
 Family = Literal["llama", "qwen3"]

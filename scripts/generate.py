@@ -32,9 +32,9 @@ def main(argv: list[str]) -> int:
     args = tyro.cli(Args, args=argv, prog="generate.py")
     from lf.data.hf_tokenizer import read_tokenizer
     from lf.devices.detect import detect
+    from lf.train.comm import process_group
     from lf.train.folder import TOKENIZER
     from lf.train.loop import FAULTS
-    from lf.train.run import process_group
     from lf.train.start import load_model, local_context, open_saved
 
     try:

@@ -36,8 +36,7 @@ from lf.models.generate import Sampling, generate
 from lf.models.llm.qwen import Qwen3
 from lf.models.spec import IGNORE, Batch, Ctx, Layout, ModelConfig, text_batch
 from lf.models.toy import Toy
-from lf.train.comm import Comm
-from lf.train.run import process_group
+from lf.train.comm import Comm, process_group
 from lf.train.state import Engine, TrainState
 from lf.train.step import weighted_loss
 

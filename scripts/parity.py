@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     from lf.devices.detect import detect
     from lf.parallel.config import MegatronParallel, resolve
     from lf.parallel.megatron import make_context
-    from lf.train import parity, parity_layout, ranks, run
+    from lf.train import comm, parity, parity_layout, ranks
 
     if (data := args.data) is not None:
         with tempfile.TemporaryDirectory() as cache:
@@ -49,10 +49,10 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with run.process_group(device) as comm:
-        ctx = make_context(parallel, resolve(parallel, comm.world), device, torch.float32)
+    with comm.process_group(device) as group:
+        ctx = make_context(parallel, resolve(parallel, group.world), device, torch.float32)
         shared = functools.partial(parity_layout.compare_layout, parallel=parallel, ctx=ctx)
-        compare = shared if comm.world > 1 else functools.partial(parity.compare, ctx=ctx)
+        compare = shared if group.world > 1 else functools.partial(parity.compare, ctx=ctx)
         return parity.report(args.folders, lambda folder: parity.to_json(compare(folder)))
 
 

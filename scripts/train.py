@@ -40,7 +40,8 @@ def train(argv: list[str]) -> int:
     say(f"device {device.name}\n{render_env((*early, *apply_env(device)))}".rstrip())
 
     from lf.train import loop
-    from lf.train.run import open_job, process_group
+    from lf.train.comm import process_group
+    from lf.train.run import open_job
     from lf.train.summary import close
 
     job = None

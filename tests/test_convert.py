@@ -22,8 +22,7 @@ from lf.data.hf_tokenizer import read_tokenizer
 from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
 from lf.models.llm.llama import Llama
-from lf.train import checkpoint, shards
-from lf.train import run as train_run
+from lf.train import checkpoint, comm, shards
 from lf.train.convert import export_folder, import_folder
 from lf.train.start import open_saved, open_start
 from scripts.convert import main
@@ -256,7 +255,7 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path: Path, capsys: py
         ("import", "nowhere"): "nowhere is not a folder",
         ("import", "other"): "model_type = 'mistral', which lf does not know",
         ("import", "cut"): "model.safetensors is truncated",
-        ("import", "heads"): "decoder.layers.0.self_attention.linear_qkv.weight has 80 rows",
+        ("import", "heads"): "k_proj.weight in model.safetensors is",
         ("import", "lf"): "config.json is missing",
         ("export", "good"): "good has no checkpoints",
         ("export", "nowhere"): "nowhere has no checkpoints",
@@ -344,14 +343,14 @@ def test_bad_usage_is_explained() -> None:
         assert caught.value.code == 2
 
 
-def test_conversion_loads_no_megatron(tmp_path: Path) -> None:
+def test_conversion_loads_no_other_framework(tmp_path: Path) -> None:
     code = f"""
 import sys
 from scripts.convert import main
 from scripts.generate import main as generate_main
 assert main(["import", "tests/golden/hf/qwen3", {str(tmp_path / "lf")!r}]) == 0
 assert main(["export", {str(tmp_path / "lf")!r}, {str(tmp_path / "hf")!r}]) == 0
-heavy = {{"megatron", "transformers", "tokenizers"}} & set(sys.modules)
+heavy = {{"transformers", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -361,7 +360,7 @@ assert not heavy, heavy
 def test_no_file_of_a_folder_is_executed_unasked(
     one_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_run, "process_group", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(comm, "process_group", lambda device: contextlib.nullcontext())
     original = shutil.copytree(GOLDEN / "llama", tmp_path / "original")
     write_tokenizer(original)
     import_folder(original, tmp_path / "lf")
@@ -378,7 +377,7 @@ def test_no_file_of_a_folder_is_executed_unasked(
 def test_the_file_of_a_models_class_is_executed_where_it_is_named(
     one_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_run, "process_group", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(comm, "process_group", lambda device: contextlib.nullcontext())
     source = shutil.copytree(GOLDEN / "llama", tmp_path / "original")
     write_tokenizer(source)
     (tmp_path / "away").mkdir()
@@ -405,3 +404,15 @@ def test_the_file_of_a_models_class_is_executed_where_it_is_named(
         del sys.modules["class_of_mine"]
     assert generate_main([*generating, "--config-file", str(tmp_path / "lf")]) == 1
     assert "must be an existing Python file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 64}, {"intermediate_size": 999}, {"num_hidden_layers": 3}])
+def test_an_import_holds_the_folder_to_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, int]
+) -> None:
+    folder = shutil.copytree(GOLDEN / "llama", tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert main(["import", str(folder), str(tmp_path / "lf")]) == 1
+    assert "the model needs" in capsys.readouterr().err or "num_hidden_layers" in change
+    assert not (tmp_path / "lf").exists()

@@ -203,6 +203,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(workers: Workers, cor
         ({"model": attrs.evolve(DENSE, vocab=300, max_length=31)}, "max_length"),
         ({"tokenizer": None}, "tokenizer"),
         ({"model": None}, "model"),
+        ({"model": attrs.evolve(DENSE, vocab=300, attention=attrs.evolve(DENSE.attention, head_dim=15))}, "head_dim"),
         ({"init": "/nowhere", "model": None}, "nowhere"),
         ({"optim": lf.AdamW(schedule=lf.Cosine(warmup=7))}, "warmup"),
         ({"eval": lf.Eval(data=lf.TextData(paths=("/nowhere",), seq_len=32))}, "/nowhere"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import torch
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, le
 from torch import Tensor, nn
 
 from lf.models import spec
@@ -34,7 +34,7 @@ class DecoderConfig(spec.ModelConfig):
     """Token ids; the head has this many outputs, whatever the padding."""
     hidden: int = attrs.field(validator=ge(1))
     """Width of the residual stream."""
-    layers: int = attrs.field(validator=ge(1))
+    layers: int = attrs.field(validator=and_(ge(1), le(10_000)))
     """Decoder layers."""
     attention: AttentionConfig
     """Attention of every layer."""

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from lf.models import spec
-from lf.models.decoder_facts import BALANCE, ROUTER_Z, coefficients, is_sparse, kv_heads, mtp_depth, sparse_layers
-from lf.models.layers.rope import DynamicScaling
+from lf.models.decoder_facts import (
+    BALANCE,
+    ROUTER_Z,
+    coefficients,
+    is_sparse,
+    kv_heads,
+    mtp_depth,
+    rope_width,
+    sparse_layers,
+)
+from lf.models.layers.rope import DynamicScaling, rotated_dims
 from lf.models.parts import Attention, Mla, Mlp
 
 if TYPE_CHECKING:
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 
 def check_decoder_layout(cfg: "DecoderConfig", layout: spec.Layout, length: int) -> None:
     """Raises ValueError, with the cure, where a layout does not fit the model and rows of `length`."""
+    rotated_dims(cfg.rope, rope_width(cfg.attention))
     for name, value, axis in _shared(cfg):
         if value % getattr(layout, axis):
             raise ValueError(

@@ -1,9 +1,14 @@
 """How ranks agree: objects gathered on rank 0, one answer for all, and a failure of one that is told to all."""
 
-from collections.abc import Callable
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import attrs
+
+from lf.devices.device import Device
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -83,3 +88,24 @@ def told(error: Exception) -> str:
     if not text or isinstance(error, (KeyError, AttributeError, TypeError, MemoryError)):
         return f"{type(error).__name__}: {text}"
     return text
+
+
+@contextlib.contextmanager
+def process_group(device: Device) -> Iterator[Comm]:
+    """Brings torch.distributed up, from torchrun's environment or for one process, and gives the ranks' exchange."""
+    from torch import distributed as dist
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device.set_local_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    # Small objects go through the host, so an accelerator's group has gloo for CPU tensors beside its own backend.
+    backend = "gloo" if device.backend == "gloo" else f"cpu:gloo,{device.torch_type}:{device.backend}"
+    if world > 1:
+        # Ranks wait for each other while rank 0 writes an export or a checkpoint is hashed.
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    try:
+        yield distributed()
+    finally:
+        dist.destroy_process_group()

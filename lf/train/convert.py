@@ -33,7 +33,7 @@ from lf.train.folder import SOURCE, TOKENIZER, write_files
 from lf.train.names import WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.shards import Piece
-from lf.train.start import export, from_checkpoint, newest
+from lf.train.start import export, from_checkpoint, newest, stated_shapes
 
 REPORT = "report.json"
 """File of a converted folder that accounts for every tensor."""
@@ -63,7 +63,7 @@ def import_folder(src: Path, dst: Path, family: str = "") -> Converted:
     model = hf.read_config(src, load_function(family) if family else None)
     folder = open_folder(src)
     table = fitted(weight_map(model), folder.names)
-    weights.check(table, folder)
+    weights.check(table, folder, stated_shapes(model))
     source, rows = weights.remember(table, folder), weights.report(table, folder)
     tokenizer = {name: content for name, content in source.files if name in FILES}
     with new_folder(dst, ()) as made:

@@ -1,10 +1,9 @@
 """From a config to a job: everything that can be wrong with a run is found here, before its first step."""
 
 import contextlib
-import datetime
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from lf.models.spec import (
     weight_map,
 )
 from lf.parallel.config import MegatronParallel, resolve
-from lf.train.checkpoint import CheckpointError, check_all_read, distributed, latest, open_latest
+from lf.train.checkpoint import CheckpointError, check_all_read, latest, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
 from lf.train.folder import (
@@ -61,25 +60,6 @@ from lf.train.state import Engine, Published, TrainState
 
 MOST_ROWS = 2**31
 """Rows of a step, beyond which a number is a slip."""
-
-
-@contextlib.contextmanager
-def process_group(device: Device) -> Iterator[Comm]:
-    """Brings torch.distributed up, from torchrun's environment or for one process, and gives the ranks' exchange."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device.set_local_rank(int(os.environ.get("LOCAL_RANK", "0")))
-    # Small objects go through the host, so an accelerator's group has gloo for CPU tensors beside its own backend.
-    backend = "gloo" if device.backend == "gloo" else f"cpu:gloo,{device.torch_type}:{device.backend}"
-    if world > 1:
-        # Ranks wait for each other while rank 0 writes an export or a checkpoint is hashed.
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    try:
-        yield distributed()
-    finally:
-        dist.destroy_process_group()
 
 
 def cache_dir() -> Path:

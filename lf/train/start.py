@@ -1,5 +1,6 @@
 """What a run starts from (a Hugging Face folder, or a checkpoint of lf), and what it exports."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf.config import code_of, from_json, load_classes, load_function
@@ -18,6 +20,7 @@ from lf.models.layouts import fitted
 from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
+from lf.train.comm import process_group
 from lf.train.folder import SOURCE
 from lf.train.names import WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
@@ -144,17 +147,31 @@ def load_model(start: Start, ctx: Ctx) -> nn.Module:
     """Returns the model of a context with its published weights."""
     assert start.published is not None
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
-    if ctx.groups is None:
-        held = [(tensor, weights.whole(name, tuple(tensor.shape))) for name, tensor in named_tensors(model).items()]
-    else:
-        from lf.parallel.megatron import placements
-
-        held = placements(model, ctx)
+    held = _held(model, ctx)
     start.published.check({placed.name: placed.shape for _, placed in held})
     with torch.no_grad():
         for tensor, placed in held:
             tensor.copy_(initial_value(start.model, 0, placed, tensor, start.published))
     return model
+
+
+def stated_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the global shape of every tensor of a model, by canonical name; it is built without memory."""
+    from lf.devices.cpu import cpu
+
+    with contextlib.nullcontext() if dist.is_initialized() else process_group(cpu):
+        ctx = attrs.evolve(local_context(model, cpu), meta=True)
+        with torch.device("meta"):
+            return {placed.name: placed.shape for _, placed in _held(build_model(model, ctx), ctx)}
+
+
+def _held(model: nn.Module, ctx: Ctx) -> list[tuple[Tensor, Placed]]:
+    """Returns each parameter and persistent buffer with its place in the global tensors."""
+    if ctx.groups is None:
+        return [(tensor, weights.whole(name, tuple(tensor.shape))) for name, tensor in named_tensors(model).items()]
+    from lf.parallel.megatron import placements
+
+    return placements(model, ctx)
 
 
 def export(
