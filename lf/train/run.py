@@ -86,16 +86,16 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
             f"parallel = {type(run.parallel).__name__}: {type_name(model)} does not train there; set parallel to {cure}"
         )
     if run.precision.params == "bfloat16":
-        if path == "torch":
-            raise ValueError(
-                "precision.params = 'bfloat16' needs float32 main weights, which the torch path does not keep yet; "
-                "set precision.params to float32"
-            )
         require(device, "bf16", "precision.params", "set precision.params to float32")
     if path == "megatron" and (run.optim.freeze or run.optim.rates):
         raise ValueError(
             "optim.freeze and optim.rates are for the torch path, and parallel is a MegatronParallel; leave them "
             "empty, or set parallel to lf.TorchParallel(...) where the model trains there"
+        )
+    if path == "megatron" and run.optim.ema:
+        raise ValueError(
+            f"optim.ema = {run.optim.ema} is for the torch path, and parallel is a MegatronParallel; set ema to 0, or "
+            "parallel to lf.TorchParallel(...) where the model trains there"
         )
     check_schedule(run.optim.schedule, run.steps)
     check_window(run.profile, run.steps)
@@ -131,14 +131,16 @@ def open_job(
     meta = {
         "model": to_json(start.model),
         "run": to_json(whole),
-        "params": run.precision.params,
+        # What exports have: the Megatron path's are the weights that compute, the torch path's the main weights.
+        "params": run.precision.params if isinstance(run.parallel, MegatronParallel) else "float32",
+        "averaged": run.optim.ema > 0 and run.save.averaged,
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
     }
     if reader is not None:
         check_same_data(reader, meta)
     _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
-    engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
+    engine, layout = _engine(run, start.model, layout, device, None if reader else start.published, say)
     if reader is not None:
         engine = _restored(engine, reader, comm)
         say(f"resumed from {reader.path}")
@@ -293,7 +295,12 @@ def _open(data: DataConfig, path: str, seed: int, model: ModelConfig, tokenizer:
 
 
 def _engine(
-    run: Run, model: ModelConfig, layout: Layout, device: Device, published: Published | None
+    run: Run,
+    model: ModelConfig,
+    layout: Layout,
+    device: Device,
+    published: Published | None,
+    say: Callable[[str], None],
 ) -> tuple[Engine, Layout]:
     dtype = getattr(torch, run.precision.params)
     if isinstance(run.parallel, MegatronParallel):
@@ -305,7 +312,7 @@ def _engine(
     from lf.train.fsdp_step import torch_engine
 
     layout = attrs.evolve(layout, dp_rank=dist.get_rank())
-    return torch_engine(run, model, Ctx(device=device, dtype=dtype, layout=layout), published), layout
+    return torch_engine(run, model, Ctx(device=device, dtype=dtype, layout=layout), published, say), layout
 
 
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:
