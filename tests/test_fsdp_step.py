@@ -141,12 +141,12 @@ def whole_pieces(engine: Engine, state: TrainState) -> dict[str, Tensor]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     made: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
     for name, shape, at, local in (one for rank in everyone for one in rank):
-        whole = made.setdefault(name, torch.full(shape, torch.nan, dtype=local.dtype))
         box = tuple(slice(a, a + n) for a, n in zip(at, local.shape, strict=True))
-        assert whole[box].isnan().all(), name
-        whole[box] = local
-    assert not any(tensor.isnan().any() for tensor in made.values())
+        made.setdefault(name, torch.zeros(shape, dtype=local.dtype))[box] = local
+        times.setdefault(name, torch.zeros(shape))[box] += 1
+    assert all((count == 1).all() for count in times.values())
     return made
 
 

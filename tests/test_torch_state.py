@@ -322,11 +322,10 @@ def test_units_are_named_part_by_part() -> None:
 
 
 def test_a_pattern_that_names_nothing_is_an_error() -> None:
-    for pattern in ("layers.*.mlp", "blocks.*", "layers"):
-        if pattern != "layers":
-            with pytest.raises(ValueError, match=r"Toy: fsdp_units has '.*', which names nothing in the model; names"):
-                units(MODEL, Toy(), "fsdp_units", (pattern,))
-    with pytest.raises(ValueError, match="float32 has 'norm.*'"):
+    for pattern in ("layers.*.mlp", "blocks.*"):
+        with pytest.raises(ValueError, match=r"Toy: fsdp_units has '.*', which names nothing in the model; names"):
+            units(MODEL, Toy(), "fsdp_units", (pattern,))
+    with pytest.raises(ValueError, match=r"float32 has 'norm\.\*'"):
         wide_names(MODEL, Toy(), ShardSpec(float32=("norm.*",)))
 
 
@@ -463,7 +462,7 @@ def test_where_compile_fails_a_line_says_so_once(monkeypatch: pytest.MonkeyPatch
     (line,) = lines
     assert line.startswith("parallel.compile: torch.compile fails on ")
     assert "no compiler here" in line
-    assert line.endswith("the model runs without it")
+    assert line.endswith("which runs as it is")
 
 
 def test_an_error_of_the_module_itself_is_not_taken_for_one_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

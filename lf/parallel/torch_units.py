@@ -96,48 +96,48 @@ def recompute(module: nn.Module) -> None:
 
 
 def compile_units(modules: Sequence[nn.Module], device: str, say: Say) -> None:
-    """Compiles the forward of each module. What cannot be compiled runs as it is, and `say` is told so, once.
+    """Compiles the forward of each module. One that cannot be compiled runs as it is, and `say` is told so, once.
 
     The compiler is tried on a small function first, so that one that is not there is told before the first step.
     """
-    broken: list[str] = []
+    told: list[Exception] = []
 
-    def give_up(error: Exception, what: str) -> None:
-        if not broken:
-            reason = next((line for line in str(error).splitlines() if line.strip()), "")
-            broken.append(f"{type(error).__name__}: {reason}")
-            say(f"parallel.compile: torch.compile fails on {what} ({broken[0]}); the model runs without it")
+    def tell(error: Exception, what: str) -> None:
+        if not told:
+            told.append(error)
+            reason = " ".join([line for line in str(error).splitlines() if line.strip()][:2])
+            name = type(error).__name__
+            say(f"parallel.compile: torch.compile fails on {what} ({name}: {reason}), which runs as it is")
 
     try:
         torch.compile(_probe)(torch.ones(8, device=device))
     except Exception as error:
-        give_up(error, "a sum of two numbers")
+        tell(error, "x + 1, so on every unit")
         return
     for module in modules:
-        module.forward = _compiled(module.forward, type(module).__name__, broken, give_up)
+        module.forward = _compiled(module.forward, type(module).__name__, tell)
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:
     return x + 1.0
 
 
-def _compiled(
-    inner: Callable[..., Any], name: str, broken: list[str], give_up: Callable[[Exception, str], None]
-) -> Callable[..., Any]:
-    fast = torch.compile(inner)
+def _compiled(inner: Callable[..., Any], name: str, tell: Callable[[Exception, str], None]) -> Callable[..., Any]:
+    from torch._dynamo.exc import TorchDynamoException
 
+    now = torch.compile(inner)
+
+    # A module that has failed never goes back: what it makes again in the backward must be what it made at first.
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not broken:
-            try:
-                return fast(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                # An error of the module itself comes again below, with its own traceback.
-                result = inner(*args, **kwargs)
-                give_up(error, name)
-                return result
-        return inner(*args, **kwargs)
+        nonlocal now
+        try:
+            return now(*args, **kwargs)
+        except TorchDynamoException as error:
+            # An error of the module itself comes again here, as its own.
+            result = inner(*args, **kwargs)
+            tell(error, name)
+            now = inner
+            return result
 
     return forward
