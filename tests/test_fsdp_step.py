@@ -13,7 +13,7 @@ import lf
 from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.embodied import robot
-from lf.models.embodied.pi05 import WIDE, pi05_tiny
+from lf.models.embodied.pi05 import VISION, WIDE, pi05_tiny
 from lf.models.spec import Ctx
 from lf.models.toy import Toy
 from lf.parallel.config import resolve
@@ -36,6 +36,7 @@ MODELS: dict[str, spec.ModelConfig] = {"toy": ODD, "pi05": pi05_tiny}
 OPTIMS = {
     "sgd": lf.Sgd(lr=0.1, momentum=0.9, clip=0.03, weight_decay=0.1, ema=0.9),
     "adamw": lf.AdamW(lr=1e-3, eps=1e-3, clip=0.03, ema=0.9),
+    "frozen": lf.AdamW(lr=1e-3, eps=1e-3, clip=0.03, ema=0.9, freeze=(*VISION, "projector.*", "expert.layers.1.*")),
 }
 LAYOUTS: dict[str, tuple[int, lf.TorchParallel]] = {
     "ddp": (2, P()),
@@ -51,9 +52,11 @@ LAYOUTS: dict[str, tuple[int, lf.TorchParallel]] = {
 }
 CASES = [
     *(("toy", "sgd", name) for name in ("ddp", "zero1", "fsdp", "hsdp on 4")),
-    *(("pi05", "adamw", name) for name in ("ddp, recompute", "zero1", "fsdp", "fsdp, recompute")),
+    *(("pi05", "adamw", name) for name in ("ddp, recompute", "zero1", "fsdp")),
+    *(("pi05", "frozen", name) for name in ("zero1", "fsdp, recompute")),
 ]
-FULL = [(m, o, name) for m in MODELS for o in OPTIMS for name in LAYOUTS if (m, o, name) not in CASES]
+PAIRS = [("toy", "sgd"), ("toy", "adamw"), ("pi05", "sgd"), ("pi05", "adamw"), ("pi05", "frozen")]
+FULL = [(*pair, name) for pair in PAIRS for name in LAYOUTS if (*pair, name) not in CASES]
 
 
 def engine_of(model: spec.ModelConfig, parallel: lf.TorchParallel, **changes: Any) -> tuple[Engine, spec.Layout]:

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import lf
 from lf.devices.cpu import cpu
@@ -26,6 +27,8 @@ from lf.train.reader import Reader
 from lf.train.run import check_run
 from tests.cases import off, run_of
 from tests.test_fsdp_step import GATE, MODELS, ODD, P, batches, engine_of, whole_pieces
+from tests.test_pi05 import checkpoint as published
+from tests.test_pi05 import small_run as robot_run
 from tests.test_train import corpus, go, metrics, small_run, tensors  # noqa: F401
 from tests.test_train_state import Average
 from tests.workers import Workers
@@ -215,6 +218,34 @@ def whole(engine: Any, state: Any, kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_an_evaluation_between_two_steps_changes_no_bit(strategy: Any) -> None:
+    ends = []
+    for evaluated in (False, True):
+        engine, layout = engine_of(ODD, P(strategy=strategy), optim=lf.AdamW(lr=1e-2))
+        micro, state = batches(ODD, 4, layout), engine.state
+        for _ in range(3):
+            state, _ = engine.step(state, micro)
+            if evaluated:
+                engine.evaluate(state, [micro])
+        ends.append(whole_pieces(engine, state))
+    assert all(torch.equal(tensor, ends[0][name]) for name, tensor in ends[1].items())
+
+
+@pytest.mark.parametrize(("world", "parallel"), [(2, P(strategy="fsdp")), (2, P(strategy="zero1"))])
+def test_published_weights_are_cut_as_they_are_read(
+    workers: Workers, tmp_path: Path, world: int, parallel: lf.TorchParallel
+) -> None:
+    published(tmp_path / "start", "openpi")
+    run = robot_run(init=str(tmp_path / "start"), eval=lf.Eval(), steps=1, optim=lf.Sgd(lr=1e-3), save=lf.Save())
+    workers.run(1, go, run, tmp_path / "one", tmp_path)
+    workers.run(world, go, attrs.evolve(run, parallel=parallel), tmp_path / "more", tmp_path)
+    expected = tensors(tmp_path / "one", 1)
+    for name, tensor in tensors(tmp_path / "more", 1).items():
+        assert off(tensor, expected[name]) <= GATE, name
+
+
+@pytest.mark.usefixtures("one_process")
 def test_an_evaluation_that_fails_leaves_the_weights_alone() -> None:
     engine, layout = engine_of(ODD, P(), optim=ADAM)
     micro = batches(ODD, 8, layout)
@@ -365,6 +396,13 @@ def _(cfg: Scale) -> Any:
 def test_a_parameter_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cuts tensors along their first axis, and scale of .*Scale is a single"):
         engine_of(Scale(vocab=40), P(strategy="fsdp"))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_torch_that_is_too_old_for_fsdp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(ValueError, match=r"parallel.strategy = 'fsdp' needs torch 2.13 or newer, and this is"):
+        engine_of(ODD, P(strategy="fsdp"))
 
 
 @pytest.mark.parametrize(
