@@ -16,6 +16,7 @@ from lf.models.embodied import robot
 from lf.models.embodied.pi05 import VISION, WIDE, pi05_tiny
 from lf.models.spec import Ctx
 from lf.models.toy import Toy
+from lf.parallel import torch_dp
 from lf.parallel.config import resolve
 from lf.parallel.torch_dp import share
 from lf.train.fsdp_step import torch_engine
@@ -258,6 +259,33 @@ def test_bfloat16_stays_near_float32(
     for name, grad in found.grads.items():
         assert off(grad, near.grads[name]) <= GATE_BF16, name
         assert off(grad, wide.grads[name]) <= 2 * GATE_BF16, name
+
+
+def bucketed(model: str, parallel: lf.TorchParallel, optim: str) -> tuple[int, Outcome | None]:
+    """Returns into how many buckets gradients are dealt where few fit into one, and the outcome."""
+    before, torch_dp.BUCKET = torch_dp.BUCKET, 2000
+    made: list[int] = []
+    inner = torch_dp._buckets
+
+    def counted(*args: Any) -> Any:
+        found = inner(*args)
+        made.append(len(found))
+        return found
+
+    torch_dp._buckets = counted
+    try:
+        found = outcome(model, parallel, optim)
+    finally:
+        torch_dp.BUCKET, torch_dp._buckets = before, inner
+    return made[0], found
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1"])
+def test_buckets_change_no_number(workers: Workers, reference: Any, layout: str) -> None:
+    world, parallel = LAYOUTS[layout]
+    (count, found), *_ = workers.run(world, bucketed, "pi05", parallel, "adamw")
+    assert count > 8
+    same(found, reference("pi05", "adamw"), GATE)
 
 
 def reductions(parallel: lf.TorchParallel) -> int:

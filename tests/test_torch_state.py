@@ -63,7 +63,7 @@ def restored(
     folder: str, model: str, parallel: lf.TorchParallel, precision: lf.Precision
 ) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
     """Restores; gives the elements that this rank read, all that it then holds, and what the next step makes of it."""
-    engine, layout = engine_of(MODELS[model], parallel, optim=ADAM, precision=precision, seed=1)
+    engine, layout = engine_of(MODELS[model], parallel, optim=ADAM, precision=precision)
     read = 0
     inner = Reader.read
 

@@ -6,7 +6,7 @@ FSDP2 (`fully_shard`); `hsdp` does so within each of several groups of ranks tha
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,6 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lf.models.spec import Ctx, ModelConfig, Part, Placed, build_model, shard_spec, type_name
 from lf.parallel.config import TorchParallel
 from lf.parallel.torch_units import Say, compile_units, recompute, units, wide_modules, wide_names
+
+BUCKET = 2**23
+"""Gradients that are sent at once, where ranks keep whole parameters."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -140,61 +143,40 @@ def prepare(model: nn.Module, cfg: ModelConfig, ctx: Ctx, parallel: TorchParalle
 def replicate(model: nn.Module, cfg: ModelConfig, ctx: Ctx, parallel: TorchParallel) -> Spread:
     """Returns a module that computes whole on every rank (`ddp`, `zero1`). Its weights are set already.
 
-    Gradients are added up in float32, in one buffer for all, and summed over the ranks once a step.
+    Gradients are added up in float32 over the micro-batches, and summed over the ranks once a step, beside the last
+    backward.
     """
     rank, zero = dist.get_rank(), parallel.strategy == "zero1"
     params = dict(model.named_parameters())
     trained = tuple(name for name, param in params.items() if param.requires_grad)
-    owner = _owners(params, dist.get_world_size()) if zero else dict.fromkeys(params, rank)
-    main = _narrowed(model, cfg, ctx.dtype, {name for name, of in owner.items() if of == rank})
-    order = sorted(trained, key=owner.__getitem__)
-    sizes = [params[name].numel() for name in order]
-    flat = torch.zeros(sum(sizes), device=ctx.device.torch_type)
-    views = {name: view.view_as(params[name]) for name, view in zip(order, torch.split(flat, sizes), strict=True)}
-    segments: list[tuple[int, Tensor]] = []
-    for of in sorted({owner[name] for name in order} if zero else ()):
-        starts = [sum(sizes[:i]) for i, name in enumerate(order) if owner[name] == of]
-        stop = starts[0] + sum(n for n, name in zip(sizes, order, strict=True) if owner[name] == of)
-        segments.append((of, flat[starts[0] : stop]))
-
-    for name in trained:
-        params[name].register_post_accumulate_grad_hook(functools.partial(_add_up, views[name]))
-
-    def begin() -> None:
-        flat.zero_()
-        for name in trained:
-            params[name].grad = None
+    owner = _owners(params, dist.get_world_size()) if zero else dict.fromkeys(params, 0)
+    main = _narrowed(model, cfg, ctx.dtype, {name for name, of in owner.items() if not zero or of == rank})
+    sums = _Sums(_buckets(params, trained, owner), zero)
 
     def finish() -> None:
-        if zero:
-            _wait(dist.reduce(segment, of, async_op=True) for of, segment in segments)
-        else:
-            dist.all_reduce(flat)
+        sums.finish()
         for name in trained:
             if name in main:
-                main[name].grad = views[name]
+                main[name].grad = sums.views[name]
 
     @torch.no_grad()
     def publish() -> None:
-        if not zero:
+        if zero:
+            # The room of the gradients, which are of no use any more, takes the weights.
             for name in trained:
-                if main[name] is not params[name]:
-                    params[name].copy_(main[name])
-            return
-        for name in trained:
-            if name in main:
-                views[name].copy_(main[name])
-        _wait(dist.broadcast(segment, of, async_op=True) for of, segment in segments)
+                if name in main:
+                    sums.views[name].copy_(main[name])
+            _wait(dist.broadcast(bucket.sums, bucket.owner, async_op=True) for bucket in sums.buckets)
         for name in trained:
             if main.get(name) is not params[name]:
-                params[name].copy_(views[name])
+                params[name].copy_(sums.views[name] if zero else main[name])
 
     @torch.no_grad()
     def whole(name: str, mine: Tensor | None) -> Tensor:
         if not zero:
             assert mine is not None
             return mine.detach()
-        out = torch.empty(params[name].shape, device=flat.device) if mine is None else mine.detach().contiguous()
+        out = torch.empty_like(params[name], dtype=torch.float32) if mine is None else mine.detach().contiguous()
         dist.broadcast(out, owner[name])
         return out
 
@@ -204,12 +186,94 @@ def replicate(model: nn.Module, cfg: ModelConfig, ctx: Ctx, parallel: TorchParal
         trained=trained,
         saves=zero or rank == 0,
         copies=1 if zero else dist.get_world_size(),
-        begin=begin,
-        micro=lambda last: None,
+        begin=sums.begin,
+        micro=sums.micro,
         finish=finish,
         publish=publish,
         whole=whole,
     )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Bucket:
+    """Gradients that are sent together."""
+
+    params: Mapping[str, nn.Parameter]
+    """Whose they are."""
+    owner: int
+    """The rank that needs them, where not all do."""
+    sums: Tensor
+    """Room for their sums, one after the other."""
+
+
+def _buckets(params: Mapping[str, nn.Parameter], trained: Sequence[str], owner: Mapping[str, int]) -> list[_Bucket]:
+    """Returns the trained parameters in buckets of one owner each, roughly in the order of their gradients."""
+    made, filling = [], dict[int, list[str]]()
+    for name in reversed(trained):
+        names = filling.setdefault(owner[name], [])
+        names.append(name)
+        if sum(params[each].numel() for each in names) >= BUCKET:
+            made.append((owner[name], filling.pop(owner[name])))
+    return [
+        _Bucket(
+            params={name: params[name] for name in names},
+            owner=of,
+            sums=torch.zeros(sum(params[name].numel() for name in names), device=params[names[0]].device),
+        )
+        for of, names in (*made, *filling.items())
+    ]
+
+
+class _Sums:
+    """Adds the gradients of a step up and sends each bucket as soon as it is whole.
+
+    All ranks send the buckets in one order, whichever gradients come first or never, so that none waits for another.
+    """
+
+    def __init__(self, buckets: Sequence[_Bucket], zero: bool) -> None:
+        self.buckets, self.zero, self.last = buckets, zero, False
+        self.views: dict[str, Tensor] = {}
+        self.left: list[int] = []
+        self.works: list[Any] = []
+        for i, bucket in enumerate(buckets):
+            sizes = [param.numel() for param in bucket.params.values()]
+            for (name, param), view in zip(bucket.params.items(), torch.split(bucket.sums, sizes), strict=True):
+                self.views[name] = view.view_as(param)
+                param.register_post_accumulate_grad_hook(functools.partial(self._add, i, self.views[name]))
+
+    def begin(self) -> None:
+        """Forgets all gradients."""
+        self.left, self.works = [len(bucket.params) for bucket in self.buckets], []
+        for bucket in self.buckets:
+            bucket.sums.zero_()
+            for param in bucket.params.values():
+                param.grad = None
+
+    def micro(self, last: bool) -> None:
+        """Is told whether the next backward is the last one of the step."""
+        self.last = last
+
+    @torch.no_grad()
+    def _add(self, i: int, total: Tensor, param: Tensor) -> None:
+        assert param.grad is not None
+        total.add_(param.grad)
+        param.grad = None
+        self.left[i] -= self.last
+        while len(self.works) < len(self.buckets) and not self.left[len(self.works)]:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[len(self.works)]
+        if self.zero:
+            self.works.append(dist.reduce(bucket.sums, bucket.owner, async_op=True))
+        else:
+            self.works.append(dist.all_reduce(bucket.sums, async_op=True))
+
+    def finish(self) -> None:
+        """Sends what is left, and waits until all sums are there."""
+        while len(self.works) < len(self.buckets):
+            self._send()
+        _wait(self.works)
 
 
 def _owners(params: Mapping[str, nn.Parameter], world: int) -> dict[str, int]:
@@ -240,13 +304,6 @@ def _narrowed(model: nn.Module, cfg: ModelConfig, dtype: torch.dtype, keep: Coll
         if name in keep:
             main[name] = kept
     return main
-
-
-@torch.no_grad()
-def _add_up(total: Tensor, param: Tensor) -> None:
-    assert param.grad is not None
-    total.add_(param.grad)
-    param.grad = None
 
 
 def _wait(works: Any) -> None:
