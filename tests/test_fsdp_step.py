@@ -26,9 +26,9 @@ from tests.workers import Workers
 
 GATE = 5e-6
 """Largest difference over largest reference, in fp32."""
-GATE_BF16 = 3e-2
-"""The same for gradients in bf16, where ranks and micro-batches change what is rounded; and for the norm and losses a
-tenth of it."""
+GATE_BF16 = 1e-2
+"""The same for gradients in bf16 where micro-batches differ: they change what is rounded. Sums are float32, so with
+equal micro-batches the gate is that of fp32. Norms and losses are held to a tenth of it."""
 
 P = lf.TorchParallel
 ODD = Toy(vocab=131, hidden=30)
@@ -232,7 +232,7 @@ def narrow_reference(workers: Workers) -> Any:
     return get
 
 
-NARROW = [("toy", "hsdp on 4"), ("toy", "zero1"), ("pi05", "ddp"), ("pi05", "zero1"), ("pi05", "fsdp, recompute")]
+NARROW = [("toy", "hsdp on 4"), ("toy", "zero1"), ("pi05", "zero1"), ("pi05", "fsdp")]
 NARROW_FULL = [(model, name) for model in MODELS for name in LAYOUTS if (model, name) not in NARROW]
 
 
@@ -252,12 +252,12 @@ def test_bfloat16_stays_near_float32(
     assert {name for name, dtype in seen.items() if dtype == torch.float32} == islands
     assert (len(islands) > 5) == (model == "pi05")
     assert torch.bfloat16 in seen.values()
-    # What bf16 rounds depends on how rows are spread, little.
     near = narrow_reference(model)
-    assert found.losses == pytest.approx(near.losses, rel=GATE_BF16 / 10)
-    assert found.norms == pytest.approx(near.norms, rel=GATE_BF16 / 10)
+    gate = GATE if parallel.micro_batch == 1 else GATE_BF16
+    assert found.losses == pytest.approx(near.losses, rel=max(GATE, gate / 10))
+    assert found.norms == pytest.approx(near.norms, rel=max(GATE, gate / 10))
     for name, grad in found.grads.items():
-        assert off(grad, near.grads[name]) <= GATE_BF16, name
+        assert off(grad, near.grads[name]) <= gate, name
         assert off(grad, wide.grads[name]) <= 2 * GATE_BF16, name
 
 
