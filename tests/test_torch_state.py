@@ -514,8 +514,9 @@ def test_an_error_of_the_module_itself_is_not_taken_for_one_of_the_compiler(monk
 
 @pytest.mark.full
 @pytest.mark.usefixtures("one_process")
-def test_the_real_compiler_gives_the_same_losses() -> None:
+@pytest.mark.parametrize("parallel", [P(compile=True), P(compile=True, strategy="fsdp", recompute=True)])
+def test_the_real_compiler_gives_the_same_losses(parallel: lf.TorchParallel) -> None:
     lines: list[str] = []
     expected = losses(P(), lines.append)
-    assert losses(P(compile=True), lines.append) == pytest.approx(expected, rel=1e-5)
+    assert losses(parallel, lines.append) == pytest.approx(expected, rel=1e-5)
     assert lines == []

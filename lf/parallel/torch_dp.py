@@ -317,43 +317,8 @@ def shard(model: nn.Module, cfg: ModelConfig, ctx: Ctx, parallel: TorchParallel)
     Gradients are added up whole on each rank over the micro-batches, and summed over the ranks and cut in the last
     one's backward. Every rank must call the same units in the same order; within a unit, parameters may go unused.
     """
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ValueError(
-            f"parallel.strategy = {parallel.strategy!r} needs torch 2.13 or newer, and this is {torch.__version__}; "
-            "update torch, or set it to ddp or zero1"
-        )
-    for name, param in model.named_parameters():
-        if not param.ndim:
-            raise ValueError(
-                f"parallel.strategy = {parallel.strategy!r} cuts tensors along their first axis, and {name} of "
-                f"{type_name(cfg)} is a single number; give it the shape [1], or set the strategy to ddp or zero1"
-            )
-    spec, kind = shard_spec(cfg), ctx.device.torch_type
-    across = dist.get_world_size() // parallel.replicas
-    if parallel.strategy == "hsdp":
-        mesh = init_device_mesh(kind, (parallel.replicas, across), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(kind, (across,), mesh_dim_names=("shard",))
-    narrow = MixedPrecisionPolicy()
-    wide: dict[str, nn.Module] = {}
-    if ctx.dtype != torch.float32:
-        wide = wide_modules(model, cfg, wide_names(model, cfg, spec))
-        narrow = MixedPrecisionPolicy(param_dtype=ctx.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    cut = units(model, cfg, "fsdp_units", spec.fsdp_units)
-    # Inner ones first: a unit takes what none inside of it has taken.
-    for name, module in reversed(list(model.named_modules())):
-        if name in wide:
-            fully_shard(module, mesh=mesh)
-        elif name in cut or not name:
-            fully_shard(module, mesh=mesh, mp_policy=narrow)
-    assert isinstance(model, FSDPModule)
-    root: FSDPModule = model
-    model.to_empty(device=kind) if _on_meta(model) else model.to(kind)
-    for module in _cut_modules(model):
-        # lf's loss is divided already, so gradients are sums.
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
-    root.set_reduce_scatter_unused_params(True)
+    _check_cuts(model, cfg, parallel)
+    root = _cut(model, cfg, ctx, parallel)
     main = dict(model.named_parameters())
     trained = tuple(name for name, param in main.items() if param.requires_grad)
 
@@ -389,8 +354,49 @@ def shard(model: nn.Module, cfg: ModelConfig, ctx: Ctx, parallel: TorchParallel)
     )
 
 
-def _on_meta(model: nn.Module) -> bool:
-    return any(param.is_meta for param in model.parameters())
+def _check_cuts(model: nn.Module, cfg: ModelConfig, parallel: TorchParallel) -> None:
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"parallel.strategy = {parallel.strategy!r} needs torch 2.13 or newer, and this is {torch.__version__}; "
+            "update torch, or set it to ddp or zero1"
+        )
+    for name, param in model.named_parameters():
+        if not param.ndim:
+            raise ValueError(
+                f"parallel.strategy = {parallel.strategy!r} cuts tensors along their first axis, and {name} of "
+                f"{type_name(cfg)} is a single number; give it the shape [1], or set the strategy to ddp or zero1"
+            )
+
+
+def _cut(model: nn.Module, cfg: ModelConfig, ctx: Ctx, parallel: TorchParallel) -> FSDPModule:
+    """Cuts the parameters of a module, in place, and returns it; on the meta device before, they get memory."""
+    spec, kind = shard_spec(cfg), ctx.device.torch_type
+    across = dist.get_world_size() // parallel.replicas
+    if parallel.strategy == "hsdp":
+        mesh = init_device_mesh(kind, (parallel.replicas, across), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(kind, (across,), mesh_dim_names=("shard",))
+    narrow = MixedPrecisionPolicy()
+    wide: dict[str, nn.Module] = {}
+    if ctx.dtype != torch.float32:
+        wide = wide_modules(model, cfg, wide_names(model, cfg, spec))
+        narrow = MixedPrecisionPolicy(param_dtype=ctx.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    found = units(model, cfg, "fsdp_units", spec.fsdp_units)
+    # Inner ones first: a unit takes what none inside of it has taken.
+    for name, module in reversed(list(model.named_modules())):
+        if name in wide:
+            fully_shard(module, mesh=mesh)
+        elif name in found or not name:
+            fully_shard(module, mesh=mesh, mp_policy=narrow)
+    if any(param.is_meta for param in model.parameters()):
+        model.to_empty(device=kind)
+    for module in _cut_modules(model):
+        # lf's loss is divided already, so gradients are sums.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    assert isinstance(model, FSDPModule)
+    model.set_reduce_scatter_unused_params(True)
+    return model
 
 
 def _cut_modules(model: nn.Module) -> list[FSDPModule]:
