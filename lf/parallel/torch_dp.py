@@ -239,15 +239,17 @@ class _Sums:
             sizes = [param.numel() for param in bucket.params.values()]
             for (name, param), view in zip(bucket.params.items(), torch.split(bucket.sums, sizes), strict=True):
                 self.views[name] = view.view_as(param)
-                param.register_post_accumulate_grad_hook(functools.partial(self._add, i, self.views[name]))
+                if param.dtype != view.dtype or dist.get_world_size() > 1:
+                    param.register_post_accumulate_grad_hook(functools.partial(self._add, i, self.views[name]))
 
     def begin(self) -> None:
         """Forgets all gradients."""
         self.left, self.works = [len(bucket.params) for bucket in self.buckets], []
         for bucket in self.buckets:
             bucket.sums.zero_()
-            for param in bucket.params.values():
-                param.grad = None
+            for name, param in bucket.params.items():
+                # Autograd itself adds to a gradient that is there, in place.
+                param.grad = self.views[name] if param.dtype == bucket.sums.dtype else None
 
     def micro(self, last: bool) -> None:
         """Is told whether the next backward is the last one of the step."""
@@ -255,9 +257,10 @@ class _Sums:
 
     @torch.no_grad()
     def _add(self, i: int, total: Tensor, param: Tensor) -> None:
-        assert param.grad is not None
-        total.add_(param.grad)
-        param.grad = None
+        if param.dtype != total.dtype:
+            assert param.grad is not None
+            total.add_(param.grad)
+            param.grad = None
         self.left[i] -= self.last
         while len(self.works) < len(self.buckets) and not self.left[len(self.works)]:
             self._send()
