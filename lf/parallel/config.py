@@ -54,8 +54,8 @@ class TorchParallel(ParallelConfig):
 
     strategy: Literal["ddp", "zero1", "fsdp", "hsdp"] = "ddp"
     """Who keeps what: `ddp` everything on every rank; `zero1` float32 main weights, averages and optimiser state on one
-    rank each; `fsdp` also cuts weights and gradients, which are gathered unit by unit; `hsdp` does so within `replicas`
-    groups of ranks."""
+    rank each; `fsdp` also cuts weights and gradients, which are gathered unit by unit, so that a forward must call the
+    same units on every rank; `hsdp` does so within `replicas` groups of ranks."""
     replicas: int = attrs.field(default=1, validator=ge(1))
     """Groups of ranks that each hold the whole model, for `hsdp`."""
     recompute: bool = False
