@@ -565,7 +565,9 @@ text_data = st.builds(
 weighted = st.builds(lf.Weighted, data=text_data, weight=numbers)
 data = st.one_of(text_data, st.builds(lf.Mixture, parts=st.lists(weighted, min_size=1, max_size=3).map(tuple)))
 parallels = st.one_of(
-    st.builds(lf.TorchParallel, micro_batch=counts),
+    st.builds(
+        lf.TorchParallel, micro_batch=counts, strategy=st.sampled_from(["ddp", "fsdp", "hsdp"]), compile=st.booleans()
+    ),
     st.builds(lf.MegatronParallel, tp=counts, pp=counts, overlap=st.booleans()),
 )
 tokenizers = st.one_of(st.none(), st.builds(lf.HfTokenizer, path=texts), st.builds(lf.TrainedBpe))

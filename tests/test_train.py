@@ -196,7 +196,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(workers: Workers, cor
     [
         ({"parallel": lf.TorchParallel()}, "MegatronParallel"),
         ({"parallel": lf.MegatronParallel(tp=2)}, "parallel.tp * cp * pp = 2"),
-        ({"model": Toy(vocab=300), "parallel": lf.TorchParallel(), "precision": BF16}, "precision.params"),
         ({"optim": lf.AdamW(freeze=("embedding.*",))}, "TorchParallel"),
         ({"model": attrs.evolve(DENSE, vocab=299)}, "model.vocab >= 300"),
         ({"model": Toy(vocab=299), "parallel": lf.TorchParallel()}, "model.vocab = 299, but the data has token id 299"),

@@ -106,11 +106,11 @@ class ShardSpec:
     """Where the torch path cuts a module; no process group is needed to make one."""
 
     fsdp_units: tuple[str, ...] = ()
-    """Glob patterns of the submodules that become one FSDP unit each."""
+    """Glob patterns of the submodules that become one FSDP unit each; `*` stands for one part of a dotted name."""
     recompute_units: tuple[str, ...] = ()
-    """Glob patterns of the submodules whose activations may be recomputed."""
+    """Glob patterns of the submodules whose activations may be recomputed; `*` as above."""
     float32: tuple[str, ...] = ()
-    """Glob patterns of the tensors that compute in float32 where the others do not."""
+    """Glob patterns of the tensors that compute in float32 where the others do not; `*` matches dots too."""
 
 
 @attrs.frozen(kw_only=True)

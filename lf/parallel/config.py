@@ -50,11 +50,24 @@ class MegatronParallel(ParallelConfig):
 
 @attrs.frozen(kw_only=True)
 class TorchParallel(ParallelConfig):
-    """The torch path: every rank holds the whole model and takes its share of the rows."""
+    """The torch path: every rank computes the whole model on its share of the rows."""
+
+    strategy: Literal["ddp", "zero1", "fsdp", "hsdp"] = "ddp"
+    """Who keeps what: `ddp` everything on every rank; `zero1` float32 main weights, averages and optimiser state on one
+    rank each; `fsdp` also cuts weights and gradients, which are gathered unit by unit, so that a forward must call the
+    same units on every rank; `hsdp` does so within `replicas` groups of ranks."""
+    replicas: int = attrs.field(default=1, validator=ge(1))
+    """Groups of ranks that each hold the whole model, for `hsdp`."""
+    recompute: bool = False
+    """Whether the backward makes the activations of the family's `recompute_units` again instead of keeping them."""
+    compile: bool = False
+    """Whether torch.compile compiles the family's units; where it fails, a line says so and they run without it."""
 
 
 def resolve(cfg: ParallelConfig, world: int) -> Layout:
     """Returns the layout of `world` ranks; raises ValueError with the cure where the degrees cannot be."""
+    if isinstance(cfg, TorchParallel):
+        _check_replicas(cfg, world)
     if not isinstance(cfg, MegatronParallel):
         return Layout(dp=world)
     dense, expert = cfg.tp * cfg.cp * cfg.pp, cfg.etp * cfg.ep * cfg.pp
@@ -86,3 +99,16 @@ def resolve(cfg: ParallelConfig, world: int) -> Layout:
         ep=cfg.ep,
         etp=cfg.etp,
     )
+
+
+def _check_replicas(cfg: TorchParallel, world: int) -> None:
+    if cfg.strategy != "hsdp" and cfg.replicas > 1:
+        raise ValueError(
+            f"parallel.replicas = {cfg.replicas} is for hsdp, and parallel.strategy = {cfg.strategy!r}; set replicas "
+            "to 1, or strategy to hsdp"
+        )
+    if cfg.strategy == "hsdp" and (cfg.replicas == 1 or world % cfg.replicas):
+        raise ValueError(
+            f"parallel.replicas = {cfg.replicas} must be 2 or more and divide the world of {world} ranks for hsdp; "
+            "change it, or set parallel.strategy to fsdp"
+        )

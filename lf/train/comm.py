@@ -80,6 +80,15 @@ def together(comm: Comm, work: Callable[[], T], finish: Callable[[list[T]], U], 
     return value
 
 
+def over_ranks(mine: dict[str, T]) -> dict[str, T]:
+    """Returns what all ranks have by name; those that have the same name have the same."""
+    from torch import distributed as dist
+
+    everyone: list[dict[str, T]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: value for found in everyone for name, value in found.items()}
+
+
 def told(error: Exception) -> str:
     """Returns what an error says in one clause: the path first where the system gives one, never an empty text."""
     if isinstance(error, OSError) and error.strerror:

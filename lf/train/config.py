@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, le, min_len
+from attrs.validators import and_, ge, gt, le, lt, min_len
 
 from lf.data.config import DataConfig, TokenizerConfig
 from lf.models.spec import ModelConfig
@@ -79,6 +79,10 @@ class OptimConfig:
     optimiser state, and are saved and exported as they are."""
     rates: tuple[Rate, ...] = ()
     """Parts with a learning rate of their own; the first that names a tensor holds."""
+    ema: float = attrs.field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    """Decay of a running average of the trained weights, in float32 from the first weights on; 0 keeps none. Held-out
+    losses are those of the average where there is one, and exports have it unless `save.averaged` is off. Training, a
+    resume and a run whose `init` is this run's folder go on from the trained weights."""
 
 
 def _rates(owner: object, field: "attrs.Attribute[Any]", value: Any) -> None:
@@ -149,6 +153,8 @@ class Save:
     """Complete checkpoints to keep."""
     export_every: int = attrs.field(default=0, validator=ge(0))
     """Steps between Hugging Face exports to `hf_step_<n>/`; the end always exports to `hf/`."""
+    averaged: bool = True
+    """Whether exports have the running average of the weights where `optim.ema` keeps one, or the trained weights."""
 
 
 @attrs.frozen(kw_only=True)

@@ -30,7 +30,7 @@ from lf.models.weights import WeightMap
 from lf.train.checkpoint import CheckpointError, Skipped, save
 from lf.train.config import Precision
 from lf.train.folder import SOURCE, TOKENIZER, write_files
-from lf.train.names import WEIGHT, key, weight_shapes
+from lf.train.names import EMA, WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.shards import Piece
 from lf.train.start import export, from_checkpoint, newest, stated_shapes
@@ -103,8 +103,9 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
         )
 
     def get(name: str) -> Tensor:
-        # A bfloat16 run saves its float32 main weights and exports those that compute.
-        tensor = reader.read(key(WEIGHT, name))
+        # A bfloat16 run of the Megatron path saves its float32 main weights and exports those that compute.
+        mean = key(EMA, name)
+        tensor = reader.read(mean if reader.meta.get("averaged") and mean in reader.names else key(WEIGHT, name))
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     kept = src / TOKENIZER

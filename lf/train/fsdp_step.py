@@ -1,112 +1,150 @@
-"""The torch path: every rank holds the whole model and sums gradients with the others."""
+"""The torch path: every rank computes the whole model on its rows, and a strategy says who keeps which weights."""
 
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf.models.initialise import seed_of
-from lf.models.spec import Ctx, ModelConfig, build_model, forward, loss_terms, named_tensors
-from lf.models.weights import whole
-from lf.train.comm import distributed, together
+from lf.models.spec import Batch, Ctx, ModelConfig, forward, loss_terms, named_tensors
+from lf.parallel.config import TorchParallel
+from lf.parallel.torch_dp import Spread, built, cuts, prepare, replicate, shard, share
+from lf.parallel.torch_units import Say
+from lf.train import torch_state
 from lf.train.config import Run
-from lf.train.manifest import CheckpointError
-from lf.train.names import WEIGHT, check_state, key
-from lf.train.optim import (
-    check_parts,
-    freeze,
-    make_optimizer,
-    param_groups,
-    restore_state,
-    set_rate,
-    start_state,
-    state_tensors,
-)
-from lf.train.reader import Reader
-from lf.train.shards import Piece, box_piece
+from lf.train.optim import Groups, check_parts, freeze, make_optimizer, param_groups, set_rate
 from lf.train.state import Engine, Published, TrainState, check_names, initial_value
 from lf.train.step import Mechanics, Pass, evaluation, to_device, train_step, weighted_loss
 
 
-def torch_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | None = None) -> Engine:
-    """Returns the torch path of a run: model with weights, optimiser and step on this rank."""
-    model = build_model(cfg, ctx).to(ctx.device.torch_type)
+def torch_engine(
+    run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | None = None, say: Say = warnings.warn
+) -> Engine:
+    """Returns the torch path of a run: model with weights, optimiser and step on this rank.
+
+    `ctx.dtype` is what the model computes in; main weights are float32. `say` is told what does not go as asked.
+    """
+    assert isinstance(run.parallel, TorchParallel)
+    spread = _spread(run, run.parallel, cfg, ctx, published, say)
+    decay = run.optim.ema
+    optimizer = make_optimizer(run.optim, _groups(run, spread))
+    mechanics = torch_mechanics(run.seed, cfg, ctx, spread, decay)
+    plain = evaluation(cfg, mechanics)
+
+    def evaluate(state: TrainState, steps: Iterable[Sequence[Batch]]) -> dict[str, float]:
+        with torch_state.averaged(state.average, spread, decay):
+            return plain(state, steps)
+
+    return Engine(
+        state=TrainState(
+            chunks=(spread.module,), optimizer=optimizer, average=torch_state.start_average(spread, decay)
+        ),
+        step=train_step(run, cfg, mechanics),
+        evaluate=evaluate,
+        pieces=lambda state: torch_state.pieces(state, spread),
+        restore=lambda state, reader: torch_state.restore(state, reader, spread),
+        weights=lambda state: torch_state.weights(state, spread, average=bool(decay) and run.save.averaged),
+    )
+
+
+def _spread(
+    run: Run, parallel: TorchParallel, cfg: ModelConfig, ctx: Ctx, published: Published | None, say: Say
+) -> Spread:
+    """Returns the model with its first weights, as the strategy spreads it."""
+    model = built(cfg, ctx, parallel)
     held = named_tensors(model)
     check_names(cfg, held)
     if published is not None:
         published.check({name: tuple(tensor.shape) for name, tensor in held.items()})
-    with torch.no_grad():
-        for name, tensor in held.items():
-            # A buffer starts as the module made it.
-            if published is not None or isinstance(tensor, nn.Parameter):
-                tensor.copy_(initial_value(cfg, run.seed, whole(name, tuple(tensor.shape)), tensor, published))
-    _share_buffers(model)
     check_parts(run.optim, dict(model.named_parameters()).keys())
     freeze(model.named_parameters(), run.optim)
-    mechanics = torch_mechanics(run.seed, cfg, ctx)
-    return Engine(
-        state=TrainState(
-            chunks=(model,), optimizer=make_optimizer(run.optim, param_groups(model.named_parameters(), run.optim))
-        ),
-        step=train_step(run, cfg, mechanics),
-        evaluate=evaluation(cfg, mechanics),
-        pieces=_pieces,
-        restore=_restore,
-        weights=lambda state: named_tensors(state.chunks[0]).__getitem__,
-    )
+    prepare(model, cfg, ctx, parallel, say)
+    if cuts(parallel):
+        spread = shard(model, cfg, ctx, parallel)
+        _set_weights(model, cfg, run.seed, published)
+    else:
+        _set_weights(model, cfg, run.seed, published)
+        spread = replicate(model, cfg, ctx, parallel)
+    _share_buffers(model)
+    return spread
 
 
-def torch_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
-    """Returns how the torch path runs micro-batches and updates weights on this rank."""
+@torch.no_grad()
+def _set_weights(model: nn.Module, cfg: ModelConfig, seed: int, published: Published | None) -> None:
+    for name, tensor in named_tensors(model).items():
+        # A buffer starts as the module made it.
+        if published is not None or isinstance(tensor, nn.Parameter):
+            part = share(tensor)
+            part.local.copy_(initial_value(cfg, seed, part.placed(name), part.local, published))
+
+
+def _groups(run: Run, spread: Spread) -> Groups:
+    """Returns the parameter groups of all ranks, each with the parameters that this rank keeps."""
+    groups = param_groups(spread.module.named_parameters(), run.optim)
+    kept = [[name for name in group["names"] if name in spread.main] for group in groups]
+    return [
+        {**group, "params": [spread.main[name] for name in names], "names": names}
+        for group, names in zip(groups, kept, strict=True)
+    ]
+
+
+def torch_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx, spread: Spread, decay: float) -> Mechanics:
+    """Returns how the torch path runs micro-batches and updates weights, and their average, on this rank."""
 
     def run(state: TrainState, work: Pass) -> list[dict[str, float]]:
-        (model,) = state.chunks
         done = []
         if work.train:
-            state.optimizer.zero_grad()
-        for batch in (to_device(batch, ctx.device.torch_type) for batch in work.micro):
+            spread.begin()
+        for i, batch in enumerate(to_device(batch, ctx.device.torch_type) for batch in work.micro):
             torch.manual_seed(seed_of(seed, work.step, "dropout", *batch["ids"]))
+            if work.train:
+                spread.micro(i == len(work.micro) - 1)
             with torch.set_grad_enabled(work.train):
-                terms = loss_terms(cfg, forward(cfg, model, batch), batch)
+                terms = loss_terms(cfg, forward(cfg, spread.module, batch), batch)
             if work.train:
                 weighted_loss(cfg, terms, work.weights).backward()
             done.append({name: value.detach() for name, value in terms.items()})
         if work.train:
-            _sum_gradients(model)
-            _share_buffers(model)
+            spread.finish()
+            _share_buffers(spread.module)
         return [{name: float(value) for name, value in terms.items()} for terms in done]
-
-    def norm(state: TrainState) -> float:
-        grads = [param.grad for param in state.chunks[0].parameters() if param.grad is not None]
-        return float(nn.utils.get_total_norm(grads))
 
     def update(state: TrainState, rate: float, scale: float) -> None:
         if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in state.chunks[0].parameters() if p.grad is not None], scale)
+            torch._foreach_mul_(_gradients(spread), scale)
         set_rate(state.optimizer, rate)
         state.optimizer.step()
+        spread.publish()
+        torch_state.move_average(state.average, spread, decay)
 
-    return Mechanics(layout=ctx.layout, group=None, run=run, norm=norm, update=update)
+    return Mechanics(layout=ctx.layout, group=None, run=run, norm=lambda state: _norm(spread), update=update)
 
 
-def _sum_gradients(model: nn.Module) -> None:
-    """Sums the gradients over the ranks in one message; a parameter that this rank did not use counts as zero."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    grads = [param.grad for param in params if param.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
+def _gradients(spread: Spread) -> list[Tensor]:
+    """Returns this rank's share of every gradient."""
+    grads = (spread.main[name].grad for name in spread.trained if name in spread.main)
+    return [share(grad).local for grad in grads if grad is not None]
+
+
+def _norm(spread: Spread) -> float:
+    """Returns the norm of the gradients of all ranks, each number counted once."""
+    world = dist.get_world_size()
+    own = float(nn.utils.get_total_norm(_gradients(spread)))
+    if spread.copies == world:
+        return own
+    # On the host, where every backend has float64. Groups of ranks that keep the same count once.
+    total = torch.tensor(own, dtype=torch.float64).square()
+    dist.all_reduce(total)
+    return math.sqrt(float(total) / spread.copies)
 
 
 @torch.no_grad()
 def _share_buffers(model: nn.Module) -> None:
     """Gives every rank the persistent buffers of the first, which are those that are saved, in one message."""
-    buffers = [tensor for tensor in named_tensors(model).values() if not isinstance(tensor, nn.Parameter)]
+    buffers = list(torch_state.buffers(model).values())
     if not buffers:
         return
     parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
@@ -115,32 +153,3 @@ def _share_buffers(model: nn.Module) -> None:
     for buffer, part in zip(buffers, torch.split(flat, [part.numel() for part in parts]), strict=True):
         # A part may lie at any byte, and another type needs its own alignment.
         buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
-
-
-def _kept(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Gives everything that is saved, by its name in a checkpoint."""
-    for name, tensor in named_tensors(state.chunks[0]).items():
-        yield key(WEIGHT, name), tensor.detach()
-        for kind, kept in state_tensors(state.optimizer, tensor).items():
-            yield key(kind, name), kept
-
-
-def _pieces(state: TrainState) -> Iterator[Piece]:
-    if dist.get_rank() == 0:
-        for name, tensor in _kept(state):
-            yield box_piece(name, tensor.contiguous())
-
-
-def _restore(state: TrainState, reader: Reader) -> None:
-    if reader.step:
-        start_state(state.optimizer)
-    check_state(reader, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _kept(state)})
-
-    @torch.no_grad()
-    def fill() -> None:
-        for name, tensor in named_tensors(state.chunks[0]).items():
-            tensor.copy_(reader.read(key(WEIGHT, name)))
-            kinds = state_tensors(state.optimizer, tensor)
-            restore_state(state.optimizer, tensor, {kind: reader.read(key(kind, name)) for kind in kinds})
-
-    together(distributed(), fill, lambda _: None, CheckpointError)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from lf.models.spec import (
 from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import chunk_contexts, distributed_optimizer, owned_range, placements, wrap
-from lf.train.comm import distributed, together
+from lf.train.comm import distributed, over_ranks, together
 from lf.train.config import Run
 from lf.train.manifest import CheckpointError
 from lf.train.names import WEIGHT, Kind, check_state, key
@@ -34,8 +34,6 @@ from lf.train.reader import Reader
 from lf.train.shards import Piece, box_piece
 from lf.train.state import Engine, Published, TrainState, check_names, initial_value
 from lf.train.step import Mechanics, Pass, evaluation, to_device, train_step, weighted_loss
-
-T = TypeVar("T")
 
 
 def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | None = None) -> Engine:
@@ -63,7 +61,7 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
 
 def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, published: Published | None) -> None:
     held = [pair for chunk in state.chunks for pair in placements(chunk.module, ctx)]
-    shapes = _over_ranks({placed.name: placed.shape for _, placed in held})
+    shapes = over_ranks({placed.name: placed.shape for _, placed in held})
     check_names(cfg, shapes)
     if published is not None:
         published.check(shapes)
@@ -76,13 +74,6 @@ def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, publi
             if (owned := owned_range(state.optimizer, tensor)) is not None:
                 start, stop, shard = owned
                 shard.copy_(value.flatten()[start:stop])
-
-
-def _over_ranks(mine: dict[str, T]) -> dict[str, T]:
-    """Returns what all ranks have by name; those that have the same name have the same."""
-    everyone: list[dict[str, T]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return {name: value for found in everyone for name, value in found.items()}
 
 
 def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
@@ -278,7 +269,7 @@ def _restore(state: TrainState, reader: Reader, ctx: Ctx) -> None:
         for kind, kept in _kinds(state, placed, tensor).items():
             shape = placed.shape if kind == WEIGHT or kept.ndim else ()
             mine[key(kind, placed.name)] = (shape, kept.dtype)
-    check_state(reader, _over_ranks(mine))
+    check_state(reader, over_ranks(mine))
 
     @torch.no_grad()
     def fill() -> None:

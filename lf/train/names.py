@@ -9,6 +9,8 @@ from lf.train.reader import Reader
 
 WEIGHT = "weight"
 """The kind of a model's own tensors."""
+EMA = "ema"
+"""The kind of their running averages."""
 
 
 def key(kind: str, name: str) -> str:

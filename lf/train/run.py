@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,16 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
             f"parallel = {type(run.parallel).__name__}: {type_name(model)} does not train there; set parallel to {cure}"
         )
     if run.precision.params == "bfloat16":
-        if path == "torch":
-            raise ValueError(
-                "precision.params = 'bfloat16' needs float32 main weights, which the torch path does not keep yet; "
-                "set precision.params to float32"
-            )
         require(device, "bf16", "precision.params", "set precision.params to float32")
     if path == "megatron" and (run.optim.freeze or run.optim.rates):
         raise ValueError(
             "optim.freeze and optim.rates are for the torch path, and parallel is a MegatronParallel; leave them "
             "empty, or set parallel to lf.TorchParallel(...) where the model trains there"
+        )
+    if path == "megatron" and run.optim.ema:
+        raise ValueError(
+            f"optim.ema = {run.optim.ema} is for the torch path, and parallel is a MegatronParallel; set ema to 0, or "
+            "parallel to lf.TorchParallel(...) where the model trains there"
         )
     check_schedule(run.optim.schedule, run.steps)
     check_window(run.profile, run.steps)
@@ -133,7 +133,9 @@ def open_job(
     meta = {
         "model": to_json(start.model),
         "run": to_json(whole),
-        "params": run.precision.params,
+        # What exports have: the Megatron path's are the weights that compute, the torch path's the main weights.
+        "params": run.precision.params if isinstance(run.parallel, MegatronParallel) else "float32",
+        "averaged": run.optim.ema > 0 and run.save.averaged,
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
         "normalisers": inputs.normalisers,
@@ -141,15 +143,8 @@ def open_job(
     if reader is not None:
         check_same_data(reader, meta)
     _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
-    try:
-        engine, layout = _engine(run, start.model, layout, device, None if reader else start.published)
-    except RuntimeError as error:  # torch has a type of its own for this on accelerators only
-        if "allocate" not in str(error) and "out of memory" not in str(error):
-            raise
-        raise ValueError(
-            f"the model does not fit into the memory of {device.name} ({str(error).splitlines()[0]}); take a smaller "
-            "one, or share it between more ranks"
-        ) from error
+    with _memory_explained(device):
+        engine, layout = _engine(run, start.model, layout, device, None if reader else start.published, say)
     if reader is not None:
         engine = _restored(engine, reader, comm)
         say(f"resumed from {reader.path}")
@@ -199,6 +194,19 @@ def open_job(
         export=save_hf,
         lock=lock,
     )
+
+
+@contextlib.contextmanager
+def _memory_explained(device: Device) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch has a type of its own for this on accelerators only
+        if "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise ValueError(
+            f"the model does not fit into the memory of {device.name} ({str(error).splitlines()[0]}); take a smaller "
+            "one, or share it between more ranks"
+        ) from error
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -307,7 +315,12 @@ def _open(
 
 
 def _engine(
-    run: Run, model: ModelConfig, layout: Layout, device: Device, published: Published | None
+    run: Run,
+    model: ModelConfig,
+    layout: Layout,
+    device: Device,
+    published: Published | None,
+    say: Callable[[str], None],
 ) -> tuple[Engine, Layout]:
     dtype = getattr(torch, run.precision.params)
     if isinstance(run.parallel, MegatronParallel):
@@ -319,7 +332,7 @@ def _engine(
     from lf.train.fsdp_step import torch_engine
 
     layout = attrs.evolve(layout, dp_rank=dist.get_rank())
-    return torch_engine(run, model, Ctx(device=device, dtype=dtype, layout=layout), published), layout
+    return torch_engine(run, model, Ctx(device=device, dtype=dtype, layout=layout), published, say), layout
 
 
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:

@@ -25,6 +25,8 @@ class TrainState:
     """The model of this rank: one module, or one for each virtual pipeline stage."""
     optimizer: Any
     """The optimiser of the train path."""
+    average: Mapping[str, Tensor] = {}
+    """What this rank keeps of the running average of the trained weights, by canonical name; empty without one."""
 
 
 @attrs.frozen(kw_only=True)
