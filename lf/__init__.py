@@ -1,4 +1,4 @@
-"""Trains language, vision-language, diffusion and robot models: frozen configs, composed in Python.
+"""Trains language models and robot policies: frozen configs, composed in Python.
 
 The names that configs are composed of are loaded on use, so `import lf` costs nothing and needs no torch.
 """

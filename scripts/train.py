@@ -17,7 +17,7 @@ def fail(error: Exception, code: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done, 1 error, 2 bad usage or config, 143 after SIGTERM, 130 after Ctrl-C."""
+    """Returns the exit code: 0 done, 1 error, 2 bad usage or config, 143, 130, 129 after SIGTERM, SIGINT, SIGHUP."""
     try:
         return train(argv)
     except KeyboardInterrupt:  # before the first step, or a second Ctrl-C

@@ -1,4 +1,4 @@
-"""Where samples come from, as data; opening them is `data/text.py` and its neighbours."""
+"""Where samples come from, as data; `open_data` in `data/source.py` opens them."""
 
 from typing import Literal
 

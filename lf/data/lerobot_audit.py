@@ -65,7 +65,7 @@ def audit(root: Path, episodes: Sequence[int] | None = None, decode: Literal["en
     recorded, read = _recorded_of_episodes(meta, findings), 0
     for found in scan(want, chosen):
         findings += found.findings
-        findings += _check_episode_stats(meta, found, recorded.get(found.episode.index, {}))
+        findings += _check_episode_stats(found, recorded.get(found.episode.index, {}))
         read += found.episode.length if found.columns else 0
         for key, values in found.columns.items():
             if values.dtype.kind == "f" and np.isfinite(values).all():
@@ -160,7 +160,7 @@ def _recorded_of_episodes(meta: Meta, findings: list[Finding]) -> dict[int, Reco
         return {}
 
 
-def _check_episode_stats(meta: Meta, found: Scanned, stats: Recorded) -> Iterator[Finding]:
+def _check_episode_stats(found: Scanned, stats: Recorded) -> Iterator[Finding]:
     for key, values in found.columns.items():
         if key in stats and np.isfinite(values).all():
             wrong = _differences(stats[key], values.min(0), values.max(0), values.astype(np.float64).mean(0))

@@ -28,11 +28,6 @@ Outputs = dict[str, float | None]
 """Difference by name; None where lf cannot produce what was recorded."""
 
 
-def is_golden(folder: Path) -> bool:
-    """Returns whether a folder is a golden folder of a dataset."""
-    return (folder / "samples.safetensors").is_file() and (folder / "samples.json").is_file()
-
-
 def compare_dataset(folder: Path, data: Path, cache_dir: Path) -> dict[str, Any]:
     """Returns the comparison as one JSON object: `folder`, `family`, `outputs`, `grads` (none), `ok`.
 

@@ -1,12 +1,11 @@
 """What each part of a decoder holds, keeps, computes and sends on one rank, from its config alone."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
-from lf.models.decoder_facts import is_sparse, mtp_depth, rope_width
+from lf.models.decoder_facts import is_sparse, mtp_depth, padded_vocab, rope_width
 from lf.models.layer_costs import (
     INDEX,
     STATISTIC,
@@ -45,12 +44,6 @@ def stage_layers(cfg: "DecoderConfig", layout: Layout) -> tuple[range, ...]:
     chunks = layout.pp * layout.vpp
     counts = layout.stages or tuple(cfg.layers // chunks + (i < cfg.layers % chunks) for i in range(chunks))
     return tuple(range(sum(counts[:at]), sum(counts[: at + 1])) for at in range(layout.pp_rank, chunks, layout.pp))
-
-
-def padded_vocab(cfg: "DecoderConfig", tp: int) -> int:
-    """Returns the rows of the embedding over all tensor parallel ranks."""
-    multiple = math.lcm(cfg.vocab_multiple, tp)
-    return -(-cfg.vocab // multiple) * multiple
 
 
 def vocab_weight(rank: Rank, name: str) -> Weight:

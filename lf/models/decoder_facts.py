@@ -1,5 +1,6 @@
 """Facts that follow from a decoder's config: widths, which layers have experts, loss terms, operations."""
 
+import math
 from typing import TYPE_CHECKING
 
 from lf.models.parts import Attention, AttentionConfig, Mla, Mlp
@@ -112,3 +113,9 @@ def parameters(cfg: "DecoderConfig") -> int:
     layers = range(cfg.layers + heads)
     each = [attention_weights(a, h) + small + 2 * h + mlp_weights(cfg, layer, active=False) for layer in layers]
     return sum(each) + heads * (2 * h * h + 3 * h) + h + cfg.vocab * h * (1 if cfg.tied else 2)
+
+
+def padded_vocab(cfg: "DecoderConfig", tp: int) -> int:
+    """Returns the rows of the embedding over all tensor parallel ranks."""
+    multiple = math.lcm(cfg.vocab_multiple, tp)
+    return -(-cfg.vocab // multiple) * multiple

@@ -4,7 +4,6 @@ Shapes: S positions, B rows, H width, V vocabulary, P columns of this rank's out
 rank has s = S / tp positions between the matrices.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from lf.models.decoder import DecoderConfig
-from lf.models.decoder_facts import mtp_depth, mtp_term, rope_width, sparse_layers
+from lf.models.decoder_facts import mtp_depth, mtp_term, padded_vocab, rope_width, sparse_layers
 from lf.models.gpt_spec import layer_spec, transformer_config
 from lf.models.layers.loss import token_losses
 from lf.models.layers.mtp import MtpHeads
@@ -182,12 +181,6 @@ class Gpt(GPTModel):
             groups = self.pg_collection
             tie_word_embeddings_state_dict(found, weight, EMBEDDING, groups.tp, groups.dp_cp)
         return found
-
-
-def padded_vocab(cfg: DecoderConfig, tp: int) -> int:
-    """Returns the rows of the embedding over all tensor parallel ranks."""
-    multiple = math.lcm(cfg.vocab_multiple, tp)
-    return -(-cfg.vocab // multiple) * multiple
 
 
 def build_gpt(cfg: DecoderConfig, ctx: Ctx) -> Gpt:

@@ -123,7 +123,7 @@ class HfFolder:
     def _entry(self, name: str) -> Entry:
         if name not in self.entries:
             raise ValueError(
-                f"{self.path} has no tensor {name}; it has {len(self.entries)}, such as {_few(self.entries)}"
+                f"{self.path} has no tensor {name}; it has {len(self.entries)}, such as {few(self.entries)}"
             )
         return self.entries[name]
 
@@ -223,7 +223,7 @@ def _files(path: Path, stems: Sequence[str]) -> tuple[str, list[str], dict[str, 
         pickles = [name for name in names if name.endswith(_PICKLES)]
         if pickles:
             raise ValueError(
-                f"{path} holds weights only as pickles ({_few(pickles)}), which can run code and are not loaded: "
+                f"{path} holds weights only as pickles ({few(pickles)}), which can run code and are not loaded: "
                 "download the safetensors, or convert them with transformers' save_pretrained where you trust them"
             )
         raise ValueError(f"{path} holds no weights: {' or '.join(f'{stem}.safetensors' for stem in stems)} is expected")
@@ -237,19 +237,19 @@ def _files(path: Path, stems: Sequence[str]) -> tuple[str, list[str], dict[str, 
         files = sorted(set(index.values()))
         missing = [name for name in files if not (path / name).is_file()]
         if missing:
-            raise ValueError(f"{path / index_file} names {len(missing)} missing shards ({_few(missing)}): {_CURE}")
+            raise ValueError(f"{path / index_file} names {len(missing)} missing shards ({few(missing)}): {_CURE}")
         extra = [name for name in [*shards, single] if name in names and name not in files]
         if extra:
             raise ValueError(
                 f"{path} holds {len(extra)} stale or extra weight files that {index_file} does not name "
-                f"({_few(extra)}): remove what is not part of this model"
+                f"({few(extra)}): remove what is not part of this model"
             )
         return stem, files, index
     if single not in names:
-        raise ValueError(f"{path} holds shards ({_few(shards)}) but {index_file} is missing: {_CURE}")
+        raise ValueError(f"{path} holds shards ({few(shards)}) but {index_file} is missing: {_CURE}")
     if shards:
         raise ValueError(
-            f"{path} holds {single} and {len(shards)} stale or extra shards ({_few(shards)}) without an index: "
+            f"{path} holds {single} and {len(shards)} stale or extra shards ({few(shards)}) without an index: "
             "remove what is not part of this model"
         )
     return stem, [single], None
@@ -271,12 +271,12 @@ def _check_index(path: Path, file: str, tensors: Mapping[str, Entry], index: Map
     lacking = [name for name, shard in index.items() if shard == file and name not in tensors]
     if lacking:
         raise ValueError(
-            f"{path / file} lacks {len(lacking)} tensors that the index puts there ({_few(lacking)}): {_CURE}"
+            f"{path / file} lacks {len(lacking)} tensors that the index puts there ({few(lacking)}): {_CURE}"
         )
     extra = [name for name in tensors if index.get(name) != file]
     if extra:
         raise ValueError(
-            f"{path / file} holds {len(extra)} tensors that the index does not put there ({_few(extra)}): the shard or "
+            f"{path / file} holds {len(extra)} tensors that the index does not put there ({few(extra)}): the shard or "
             f"the index is stale or extra; {_CURE}"
         )
 
@@ -341,7 +341,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _few(names: Sequence[str] | Mapping[str, Any], most: int = 5) -> str:
-    shown = list(names)[:most]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(shown) + more
+def few(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Returns the first five names, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(list(names)[:5]) + more

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from lf.models.hf_folder import DTYPES, HfFolder
+from lf.models.hf_folder import DTYPES, HfFolder, few
 from lf.models.hf_save import Source, source_of
 from lf.models.spec import Part, Placed, no_rule
 
@@ -358,7 +358,7 @@ def check(weights: WeightMap, folder: HfFolder, shapes: Mapping[str, Shape] | No
         ],
     }
     if any(faults.values()):
-        lines = [f"  {len(found)} {kind}: {_some(found)}" for kind, found in faults.items() if found]
+        lines = [f"  {len(found)} {kind}: {few(found)}" for kind, found in faults.items() if found]
         raise ValueError(
             f"{folder.path}: the weights do not fit the model; nothing was loaded.\n"
             + "\n".join(lines)
@@ -447,11 +447,11 @@ def _check_rules(weights: WeightMap) -> None:
         twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if twice:
             raise ValueError(
-                f"weight map: {len(twice)} {kind} tensors stand in two rules: {_some(twice)}; keep one of them"
+                f"weight map: {len(twice)} {kind} tensors stand in two rules: {few(twice)}; keep one of them"
             )
     both = [name for name in weights.by_hf if _is_carried(weights, name)]
     if both:
-        raise ValueError(f"weight map: {_some(both)} stand in a rule and match a Carried pattern; narrow the pattern")
+        raise ValueError(f"weight map: {few(both)} stand in a rule and match a Carried pattern; narrow the pattern")
     for rule in weights.rules:
         if isinstance(rule, Duplicate) and not isinstance(weights.by_hf.get(rule.of), LfRule):
             raise ValueError(
@@ -466,8 +466,8 @@ def _check_source(weights: WeightMap, source: Source) -> None:
     missing = sorted(weights.by_hf.keys() - held - optional)
     if unknown or missing:
         raise ValueError(
-            f"the source has {len(unknown)} tensors that the weight map does not name ({_some(unknown)}) and lacks "
-            f"{len(missing)} that it does ({_some(missing)}): export the model that was imported, or give no source"
+            f"the source has {len(unknown)} tensors that the weight map does not name ({few(unknown)}) and lacks "
+            f"{len(missing)} that it does ({few(missing)}): export the model that was imported, or give no source"
         )
 
 
@@ -528,8 +528,3 @@ def _equal(folder: HfFolder, one: str, other: str) -> bool:
     first, second = folder.read(one), folder.read(other)
     wide = torch.promote_types(first.dtype, second.dtype)
     return torch.equal(first.to(wide), second.to(wide))
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

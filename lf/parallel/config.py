@@ -50,7 +50,7 @@ class MegatronParallel(ParallelConfig):
 
 @attrs.frozen(kw_only=True)
 class TorchParallel(ParallelConfig):
-    """The torch path: every rank computes the whole model on its share of the rows."""
+    """The torch path: every rank computes the whole model on its share of the rows; `strategy` says who keeps it."""
 
     strategy: Literal["ddp", "zero1", "fsdp", "hsdp"] = "ddp"
     """Who keeps what: `ddp` everything on every rank; `zero1` float32 main weights, averages and optimiser state on one

@@ -355,8 +355,8 @@ def _ranks(layout: Layout, axis: str) -> int:
     return special.get(axis) or int(getattr(layout, axis))
 
 
-def worst(plan: Plan, choice: Choice | None = None) -> tuple[int, int]:
+def worst(plan: Plan) -> tuple[int, int]:
     """Returns the stage whose ranks need most memory, and their peak in bytes."""
-    peaks = [stage.memory[choice or plan.job.parallel.recompute].peak for stage in plan.stages]
+    peaks = [stage.memory[plan.job.parallel.recompute].peak for stage in plan.stages]
     most = max(peaks)
     return peaks.index(most), most

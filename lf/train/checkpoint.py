@@ -53,6 +53,7 @@ __all__ = [
     "complete",
     "distributed",
     "latest",
+    "on_first",
     "open_checkpoint",
     "open_latest",
     "prune",
@@ -326,7 +327,7 @@ def prune(run_dir: Path, keep: int, *, comm: Comm = ALONE) -> tuple[Path, ...]:
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
-    found = _on_first(comm, lambda: complete(run_dir)).found
+    found = on_first(comm, lambda: complete(run_dir)).found
     doomed = found[keep:]
     if doomed:
         good = next((one for one in found if _is_good(one.path, comm)), None)
@@ -346,7 +347,7 @@ def prune(run_dir: Path, keep: int, *, comm: Comm = ALONE) -> tuple[Path, ...]:
             if held:
                 _remove_temporary(folder)
 
-    _on_first(comm, remove)
+    on_first(comm, remove)
     return tuple(one.path for one in doomed)
 
 
@@ -393,7 +394,8 @@ def _check_hash(path: Path, sha256: str) -> None:
         raise CheckpointError(f"{path} is damaged: it does not hold the bytes that were saved")
 
 
-def _on_first(comm: Comm, work: Callable[[], T]) -> T:
+def on_first(comm: Comm, work: Callable[[], T]) -> T:
+    """Returns what `work` gives on rank 0; where it fails, every rank raises the same CheckpointError."""
     return together(comm, lambda: None, lambda _: work(), CheckpointError)
 
 
@@ -423,7 +425,7 @@ def open_latest(run_dir: Path, *, comm: Comm = ALONE) -> Opened:
     may be whole, and a run must not go back for a wrong permission or a disk that is away.
     """
     skipped: list[Skipped] = []
-    for one in _on_first(comm, lambda: _candidates(run_dir)):
+    for one in on_first(comm, lambda: _candidates(run_dir)):
         fault = _verify(one.path, one.step, comm)
         if not fault:
             return Opened(reader=open_checkpoint(one.path), skipped=tuple(skipped))

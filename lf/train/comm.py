@@ -32,20 +32,20 @@ ALONE = Comm(rank=0, world=1, gather=lambda value: [value], broadcast=lambda val
 """A single process."""
 
 
-def distributed(group: Any = None) -> Comm:
-    """Returns the exchange of a process group of torch.distributed (gloo); the default group without one."""
+def distributed() -> Comm:
+    """Returns the exchange of the ranks of torch.distributed, which must be up."""
     from torch import distributed as dist
 
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world = dist.get_rank(), dist.get_world_size()
 
     def gather(value: Any) -> list[Any] | None:
         rows: list[Any] | None = [None] * world if rank == 0 else None
-        dist.gather_object(value, rows, group=group, group_dst=0)
+        dist.gather_object(value, rows, dst=0)
         return rows
 
     def broadcast(value: Any) -> Any:
         row = [value]
-        dist.broadcast_object_list(row, group=group, group_src=0)
+        dist.broadcast_object_list(row, src=0)
         return row[0]
 
     return Comm(rank=rank, world=world, gather=gather, broadcast=broadcast)

@@ -1,4 +1,4 @@
-"""Names of the tensors in a checkpoint: `weight/<canonical name>`, and the same with what the optimiser keeps."""
+"""Names of the tensors in a checkpoint: `weight/<canonical name>`, and the same with what is kept for it."""
 
 from collections.abc import Mapping
 

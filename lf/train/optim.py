@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lf.models.spec import type_name
+from lf.models.spec import no_rule, type_name
 from lf.train.config import AdamW, OptimConfig, Sgd
 
 _NORM = re.compile(r"(^|[._])(layer|rms|group|batch)?_?norm\d*([._]|$)")
@@ -32,10 +32,7 @@ def make_optimizer(cfg: OptimConfig, groups: Groups) -> torch.optim.Optimizer:
     After its first step it must keep, for each parameter, everything that it will ever keep: a resume asks the
     checkpoint for exactly that.
     """
-    raise NotImplementedError(
-        f"make_optimizer has no rule for {type_name(cfg)}; add one with @make_optimizer.register in the file that "
-        "defines it"
-    )
+    raise no_rule(make_optimizer, cfg)
 
 
 @make_optimizer.register

@@ -23,8 +23,8 @@ def job_of(run: Run, world: int, *, length: int = 0, cpu: bool = False) -> Job:
     """
     if not isinstance(run.parallel, MegatronParallel):
         raise ValueError(
-            f"parallel = {type(run.parallel).__name__}: plans are made for lf.MegatronParallel(...); the torch path "
-            "gives every rank the whole model"
+            f"parallel = {type(run.parallel).__name__}: plans are made for the Megatron path alone; set parallel to "
+            "lf.MegatronParallel(...)"
         )
     model = run.model
     if model is None:

@@ -35,7 +35,7 @@ from lf.models.spec import (
     weight_map,
 )
 from lf.parallel.config import MegatronParallel, resolve
-from lf.train.checkpoint import CheckpointError, check_all_read, latest, open_latest
+from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
 from lf.train.folder import (
@@ -120,7 +120,7 @@ def open_job(
         if folder.is_dir():
             lock.enter_context(held(folder))
 
-    _on_first(comm, hold)
+    on_first(comm, hold)
     opened = open_latest(folder, comm=comm)
     for skipped in opened.skipped:
         say(f"skipped {skipped.path}: {skipped.reason}")
@@ -130,16 +130,7 @@ def open_job(
     layout = check_run(run, start.model, device, comm.world)
     inputs = _open_inputs(run, folder, reader, start.model, layout)
     whole = attrs.evolve(run, model=start.model)
-    meta = {
-        "model": to_json(start.model),
-        "run": to_json(whole),
-        # What exports have: the Megatron path's are the weights that compute, the torch path's the main weights.
-        "params": run.precision.params if isinstance(run.parallel, MegatronParallel) else "float32",
-        "averaged": run.optim.ema > 0 and run.save.averaged,
-        "tokenizer": inputs.tokenizer_facts,
-        "data": inputs.rows.describe(),
-        "normalisers": inputs.normalisers,
-    }
+    meta = _meta(whole, inputs)
     if reader is not None:
         check_same_data(reader, meta)
     _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
@@ -162,7 +153,7 @@ def open_job(
             raise CheckpointError(f"another process has begun to train in {folder}; give the same command again")
         make(whole, folder, files, start.source, inputs.tokenizer)
 
-    _on_first(comm, write_folder)
+    on_first(comm, write_folder)
 
     def save_hf(state: TrainState, name: str) -> None:
         export(
@@ -248,9 +239,18 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
-def _on_first(comm: Comm, work: Callable[[], None]) -> None:
-    """Calls `work` on rank 0; where it fails, every rank raises the same error instead of waiting for it."""
-    together(comm, lambda: None, lambda _: work(), CheckpointError)
+def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
+    """Returns what every checkpoint of a run says besides its tensors, the tokens apart."""
+    return {
+        "model": to_json(run.model),
+        "run": to_json(run),
+        # What exports have: the Megatron path's are the weights that compute, the torch path's the main weights.
+        "params": run.precision.params if isinstance(run.parallel, MegatronParallel) else "float32",
+        "averaged": run.optim.ema > 0 and run.save.averaged,
+        "tokenizer": inputs.tokenizer_facts,
+        "data": inputs.rows.describe(),
+        "normalisers": inputs.normalisers,
+    }
 
 
 def _check_alike(comm: Comm, mine: Mapping[str, Any]) -> None:
