@@ -245,7 +245,7 @@ def test_the_state_of_an_optimiser_is_found_by_a_step() -> None:
 
 
 def test_a_run_that_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"plans are made for lf.MegatronParallel"):
+    with pytest.raises(ValueError, match=r"plans are made for the Megatron path alone"):
         job_of(run_of(DENSE, parallel=lf.TorchParallel()), 1)
     with pytest.raises(ValueError, match=r"nothing to plan; set model, or init"):
         job_of(attrs.evolve(run_of(DENSE), model=None), 1)
