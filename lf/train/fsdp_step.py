@@ -35,7 +35,7 @@ def torch_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | No
     held = named_tensors(model)
     check_names(cfg, held)
     if published is not None:
-        published.check({name: tuple(tensor.shape) for name, tensor in held.items()})
+        published.check({name: tuple(tensor.shape) for name, tensor in held.items()}, (0, 1))
     with torch.no_grad():
         for name, tensor in held.items():
             # A buffer starts as the module made it.
