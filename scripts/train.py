@@ -2,10 +2,17 @@
 
 import os
 import sys
+import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lf.devices.detect import apply_env, detect, early_env, render_env
 from lf.terminal import prepare, say
+
+if TYPE_CHECKING:
+    from lf.devices.device import Device
+    from lf.train.comm import Comm
+    from lf.train.config import Run
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -39,21 +46,37 @@ def train(argv: list[str]) -> int:
         say(f"override {path}: {config.brief(old)} -> {config.brief(new)}")
     say(f"device {device.name}\n{render_env((*early, *apply_env(device)))}".rstrip())
 
-    from lf.train import loop
     from lf.train.comm import process_group
+
+    try:
+        with process_group(device) as comm:
+            return run(cfg, Path(launch.out), device, comm)
+    except (ValueError, OSError) as error:
+        return fail(error, 2 if isinstance(error, ValueError) else 1)
+
+
+def run(cfg: "Run", out: Path, device: "Device", comm: "Comm") -> int:
+    """Runs a job between ranks that are connected, and returns the exit code.
+
+    What goes wrong is printed here: once this rank has left, the others fail too, and their messages come second.
+    """
+    from lf.config import loaded_files
+    from lf.train import loop
     from lf.train.run import open_job
     from lf.train.summary import close
 
     job = None
     try:
-        with process_group(device) as comm:
-            job = open_job(cfg, Path(launch.out), config.loaded_files(), device, comm, say)
-            ended = loop.train(job)
-            if not ended.signal:
-                close(job, ended)
-            return 128 + ended.signal if ended.signal else 0
+        job = open_job(cfg, out, loaded_files(), device, comm, say)
+        ended = loop.train(job)
+        if not ended.signal:
+            close(job, ended)
+        return 128 + ended.signal if ended.signal else 0
     except loop.FAULTS as error:
         return fail(error, 2 if isinstance(error, ValueError) and job is None else 1)
+    except Exception:
+        traceback.print_exc()
+        return 1
 
 
 if __name__ == "__main__":
