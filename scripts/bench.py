@@ -16,8 +16,8 @@ from lf.devices.cpu import cpu
 from lf.models.spec import Batch, fake_batch
 from lf.train.comm import process_group
 from lf.train.start import export
-from scripts.bench_megatron import Megatron, compare_with_megatron, lf_side
-from scripts.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
+from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
+from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
 
 
 @attrs.frozen(kw_only=True)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import lf
 from lf.models.spec import fake_batch
-from scripts import bench, bench_megatron, ratios
+from scripts import bench
+from scripts.benchmarks import megatron, ratios
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
@@ -75,12 +76,18 @@ def run_script(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
-def test_the_script_prints_a_json_line_a_case() -> None:
+@pytest.mark.parametrize(
+    ("command", "world"), [(("peers",), 1), pytest.param(("megatron", "--processes", "2"), 2, marks=pytest.mark.full)]
+)
+def test_the_script_prints_a_json_line_a_case(command: tuple[str, ...], world: int) -> None:
     sizes = "--hidden 24 --layers 1 --vocab 61 --tokens 32 --lengths 16 32 --families qwen3 --pairs 2 --threads 1"
-    ran = run_script("peers", *sizes.split(), "--json")
+    ran = run_script(*command, *sizes.split(), "--json")
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [(line["model"], line["length"], line["rows"]) for line in lines] == [("qwen3", 16, 2), ("qwen3", 32, 1)]
+    assert [(line["model"], line["length"], line["rows"]) for line in lines] == [
+        ("qwen3", 16, 2 * world),
+        ("qwen3", 32, world),
+    ]
     assert {field.name for field in attrs.fields(ratios.Ratio)} == lines[0].keys()
 
 
@@ -101,8 +108,8 @@ def alike(family: ratios.Family) -> list[tuple[float, float, float, float]]:
         optim=lf.AdamW(lr=1e-2, eps=1e-3, clip=0.5),
         parallel=lf.MegatronParallel(micro_batch=2),
     )
-    ours, engine, ctx = bench_megatron.lf_side(run)
-    theirs = bench_megatron.plain_side(run, engine, ctx)
+    ours, engine, ctx = megatron.lf_side(run)
+    theirs = megatron.plain_side(run, engine, ctx)
     batch = fake_batch(model, 2, 24, seed=rank)
     return [(*ours(batch), *theirs(batch)) for _ in range(4)]
 

@@ -18,7 +18,7 @@ from lf.models.spec import Batch, Ctx, fake_batch
 from lf.train.comm import process_group
 from lf.train.ranks import start_ranks
 from lf.train.state import Engine
-from scripts.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
+from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
 
 
 @attrs.frozen(kw_only=True)
