@@ -1,13 +1,9 @@
-"""Measures speed as ratios of runs that alternate in one process: `python scripts/bench.py peers`."""
+"""Measures speed as ratios of runs that alternate in a process: `python scripts/bench.py peers`, or `megatron`."""
 
-import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import attrs
 import torch
@@ -17,105 +13,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lf
 from lf.devices.cpu import cpu
-from lf.models.decoder import Attention, DecoderConfig, Mlp
-from lf.models.llm.llama import Llama
-from lf.models.llm.qwen import Qwen3
 from lf.models.spec import Batch, fake_batch
 from lf.train.comm import process_group
 from lf.train.start import export
-
-Family = Literal["llama", "qwen3"]
-Step = Callable[[Batch], tuple[float, float]]
-"""Takes one optimiser step on a batch; returns its loss and the norm of its gradients before clipping."""
+from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
+from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
 
 
 @attrs.frozen(kw_only=True)
-class Peers:
+class Peers(Sizes):
     """Trains equal models in lf and in a plain transformers loop, in turn, and compares their speed.
 
     Both sides have the same weights, rows, fp32, fused AdamW and clipping; transformers runs its SDPA attention. Exit
     code 1 when they disagree about the first step.
     """
 
-    families: tuple[Family, ...] = ("llama", "qwen3")
-    """Shapes of the models."""
-    lengths: tuple[int, ...] = (256, 1024, 2048)
-    """Tokens of a row."""
-    tokens: int = 2048
-    """Tokens of a step; at least one row."""
-    hidden: int = 384
-    """Width of the models, a multiple of 12."""
-    layers: int = 4
-    """Layers of the models."""
-    vocab: int = 8192
-    """Token ids of the models."""
-    pairs: int = 5
-    """Timed pairs of steps."""
-    threads: int = 0
-    """Threads of torch; 0 leaves torch's own choice."""
-    json: bool = False
-    """Print a JSON line a case in place of the table."""
-
-
-@attrs.frozen(kw_only=True)
-class Ratio:
-    """How fast lf is beside its peer on one case; a ratio over 1 says that lf is faster."""
-
-    model: str
-    """Family of the model."""
-    length: int
-    """Tokens of a row."""
-    rows: int
-    """Rows of a step."""
-    ours: float
-    """Tokens a second of lf, median."""
-    peer: float
-    """Tokens a second of the peer, median."""
-    ratio: float
-    """Median over the pairs of peer's time / lf's time."""
-    low: float
-    """Smallest of the pairs."""
-    high: float
-    """Largest of the pairs."""
-    cpu_ratio: float
-    """Median over the pairs of the ratio of processor times, which other work on the machine disturbs less."""
-
-
-class DisagreementError(Exception):
-    """Two sides that should compute the same do not."""
-
-
-def peer_model(family: Family, args: Peers) -> DecoderConfig:
-    """Returns the model of a family at the sizes asked for, with three query heads to a key head."""
-    attention = Attention(heads=6, kv_heads=2, head_dim=args.hidden // 6, qk_norm=family == "qwen3")
-    sizes: dict[str, Any] = {
-        "vocab": args.vocab,
-        "hidden": args.hidden,
-        "layers": args.layers,
-        "attention": attention,
-        "mlp": Mlp(width=args.hidden * 8 // 3),
-        "max_length": max(args.lengths),
-    }
-    return Llama(**sizes) if family == "llama" else Qwen3(**sizes, tied=True)
-
 
 def megatron_side(run: lf.Run, folder: Path) -> Step:
     """Returns lf's step on the Megatron path, and writes its first weights as a Hugging Face folder."""
-    from lf.parallel.config import MegatronParallel, resolve
-    from lf.parallel.megatron import make_context
-    from lf.train.megatron_step import megatron_engine
-
-    assert isinstance(run.parallel, MegatronParallel)
     assert run.model is not None
-    engine = megatron_engine(run, run.model, make_context(run.parallel, resolve(run.parallel, 1), cpu, torch.float32))
+    step, engine, _ = lf_side(run)
     export(run.model, engine.weights(engine.state), folder, source=None, files={}, write=True)
-    state = engine.state
-
-    def step(batch: Batch) -> tuple[float, float]:
-        nonlocal state
-        state, metrics = engine.step(state, [batch])
-        return metrics.loss, metrics.grad_norm
-
     return step
 
 
@@ -141,26 +59,6 @@ def transformers_side(run: lf.Run, folder: Path) -> Step:
     return step
 
 
-def check_same(ours: tuple[float, float], theirs: tuple[float, float], case: str) -> None:
-    """Raises DisagreementError unless two first steps have the same loss and the same norm of the gradients."""
-    for name, a, b, limit in zip(("loss", "gradient norm"), ours, theirs, (1e-5, 1e-4), strict=True):
-        if not abs(a - b) <= limit * abs(b):
-            raise DisagreementError(f"{case}: {name} {a} of lf, {b} of the peer; a comparison of speed says nothing")
-
-
-def timed(step: Step, batch: Batch) -> tuple[float, float]:
-    """Returns the seconds of wall-clock and of processor time that a step takes."""
-    wall, busy = time.perf_counter(), time.process_time()
-    step(batch)
-    return time.perf_counter() - wall, time.process_time() - busy
-
-
-def measure(ours: Step, theirs: Step, batches: Sequence[Batch], case: str) -> list[tuple[tuple[float, float], ...]]:
-    """Returns the times of lf and its peer on each batch but the first, which is for comparison and warming up."""
-    check_same(ours(batches[0]), theirs(batches[0]), case)
-    return [(timed(ours, batch), timed(theirs, batch)) for batch in batches[1:]]
-
-
 def compare_peers(args: Peers) -> Iterator[Ratio]:
     """Gives the ratio of each case as it is measured; torch.distributed must be up, with one process."""
     for family in args.families:
@@ -179,28 +77,6 @@ def compare_peers(args: Peers) -> Iterator[Ratio]:
             yield summarise(measure(ours, theirs, batches, f"{family} at {length}"), family, length, rows)
 
 
-def summarise(pairs: list[tuple[tuple[float, float], ...]], model: str, length: int, rows: int) -> Ratio:
-    """Returns the ratio of a case from the times of its pairs."""
-    walls = [(ours[0], theirs[0]) for ours, theirs in pairs]
-    ratios = [theirs / ours for ours, theirs in walls]
-    return Ratio(
-        model=model,
-        length=length,
-        rows=rows,
-        ours=rows * length / statistics.median(ours for ours, _ in walls),
-        peer=rows * length / statistics.median(theirs for _, theirs in walls),
-        ratio=statistics.median(ratios),
-        low=min(ratios),
-        high=max(ratios),
-        cpu_ratio=statistics.median(theirs[1] / ours[1] for ours, theirs in pairs),
-    )
-
-
-def row(first: str, *rest: object) -> str:
-    """Returns a line of the table."""
-    return f"{first:8}" + "".join(f"{cell!s:>12}" for cell in rest)
-
-
 def peers(args: tyro.conf.OmitArgPrefixes[Peers]) -> int:
     """Compares lf with a plain transformers training loop; returns the exit code."""
     from transformers.utils import logging
@@ -210,20 +86,23 @@ def peers(args: tyro.conf.OmitArgPrefixes[Peers]) -> int:
         torch.set_num_threads(args.threads)
     if not args.json:
         print(f"fp32 on a CPU, threads {torch.get_num_threads()}, {args.tokens} tokens a step, {args.pairs} pairs")
-        print(row("model", "length", "rows", "lf tok/s", "peer tok/s", "ratio", "min-max", "cpu ratio"))
+    head(args)
     try:
         with process_group(cpu):
-            for r in compare_peers(args):
-                speeds = f"{r.ours:.0f}", f"{r.peer:.0f}", f"{r.ratio:.2f}", f"{r.low:.2f}-{r.high:.2f}"
-                line = row(r.model, r.length, r.rows, *speeds, f"{r.cpu_ratio:.2f}")
-                print(json.dumps(attrs.asdict(r)) if args.json else line, flush=True)
+            for ratio in compare_peers(args):
+                show(ratio, args)
     except DisagreementError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-COMMANDS = {"peers": peers}
+def megatron(args: tyro.conf.OmitArgPrefixes[Megatron]) -> int:
+    """Compares lf with a plain loop of megatron-core's own modules; returns the exit code."""
+    return compare_with_megatron(args)
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from lf.devices.detect import apply_env, detect, early_env, render_env
@@ -22,38 +23,36 @@ def main(argv: list[str]) -> int:
         return train(argv)
     except KeyboardInterrupt:  # before the first step, or a second Ctrl-C
         return fail(RuntimeError("interrupted; what was saved before is whole"), 130)
+    except (ValueError, OSError) as error:
+        return fail(error, 2)
 
 
 def train(argv: list[str]) -> int:
-    """Trains, and returns the exit code."""
+    """Trains, and returns the exit code; raises ValueError for bad usage or config."""
     early = early_env()
     from lf import config
     from lf.launch import parse
 
-    try:
-        launch, base, cfg = parse(argv, quiet=RANK != 0)
-        device = detect(launch.device)
-    except ValueError as error:
-        return fail(error, 2)
+    launch, base, cfg = parse(argv, quiet=RANK != 0)
+    device = detect(launch.device)
     for path, old, new in config.diff(base, cfg):
         say(f"override {path}: {config.brief(old)} -> {config.brief(new)}")
     say(f"device {device.name}\n{render_env((*early, *apply_env(device)))}".rstrip())
-
-    from lf.train import loop
-    from lf.train.comm import process_group
-    from lf.train.run import open_job
-    from lf.train.summary import close
+    from lf.train import comm, loop, run, summary
 
     job = None
-    try:
-        with process_group(device) as comm:
-            job = open_job(cfg, Path(launch.out), config.loaded_files(), device, comm, say)
+    with comm.process_group(device) as group:
+        try:
+            job = run.open_job(cfg, Path(launch.out), config.loaded_files(), device, group, say)
             ended = loop.train(job)
             if not ended.signal:
-                close(job, ended)
+                summary.close(job, ended)
             return 128 + ended.signal if ended.signal else 0
-    except loop.FAULTS as error:
-        return fail(error, 2 if isinstance(error, ValueError) and job is None else 1)
+        except loop.FAULTS as error:  # Told here: once this rank has left the group, the others fail too.
+            return fail(error, 2 if isinstance(error, ValueError) and job is None else 1)
+        except Exception:
+            traceback.print_exc()
+            return 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from lf.models.layers.rope import Rope
 from lf.models.llm.qwen import Qwen3
 from lf.models.spec import Batch, Ctx, Layout, text_batch
 from lf.parallel.config import MegatronParallel, resolve
-from lf.train.state import Engine
+from lf.train.state import Engine, Published
 
 DENSE = Qwen3(
     vocab=131,
@@ -48,7 +48,7 @@ def run_of(model: spec.ModelConfig, **changes: Any) -> lf.Run:
     return attrs.evolve(base, **changes)
 
 
-def megatron(run: lf.Run) -> tuple[Engine, Ctx]:
+def megatron(run: lf.Run, published: Published | None = None) -> tuple[Engine, Ctx]:
     """Returns the Megatron engine of a run on the CPU, for the world that is up, and its context."""
     from lf.parallel.megatron import make_context
     from lf.train.megatron_step import megatron_engine
@@ -58,7 +58,7 @@ def megatron(run: lf.Run) -> tuple[Engine, Ctx]:
         run.parallel, resolve(run.parallel, dist.get_world_size()), cpu, getattr(torch, run.precision.params)
     )
     assert run.model is not None
-    return megatron_engine(run, run.model, ctx), ctx
+    return megatron_engine(run, run.model, ctx, published), ctx
 
 
 def ragged(cfg: DecoderConfig, count: int, length: int, seed: int) -> list[dict[str, Any]]:

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch.distributed as dist
 
 import lf
 from lf.models.spec import fake_batch
 from scripts import bench
+from scripts.benchmarks import megatron, ratios
+from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
 TINY = bench.Peers(lengths=(16, 24), tokens=48, hidden=24, layers=2, vocab=61, pairs=3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_both_sides_train_alike(one_process: None, tmp_path: Path, family: bench.Family) -> None:
-    model = bench.peer_model(family, TINY)
+def test_both_sides_train_alike(one_process: None, tmp_path: Path, family: ratios.Family) -> None:
+    model = ratios.peer_model(family, TINY)
     run = lf.Run(model=model, data=lf.TextData(paths=("unused",)), optim=lf.AdamW(lr=1e-2, eps=1e-3, clip=0.5))
     ours, theirs = bench.megatron_side(run, tmp_path), bench.transformers_side(run, tmp_path)
     losses = []
@@ -45,7 +48,7 @@ def test_every_case_gets_a_ratio(one_process: None) -> None:
 
 def test_ratios_are_medians_of_pairs() -> None:
     pairs = [((2.0, 1.0), (1.0, 3.0)), ((1.0, 1.0), (3.0, 1.0)), ((4.0, 1.0), (6.0, 2.0))]
-    found = bench.summarise(pairs, "llama", 10, 2)
+    found = ratios.summarise(pairs, "llama", 10, 2)
     assert attrs.astuple(found) == ("llama", 10, 2, 10.0, 20 / 3, 1.5, 0.5, 3.0, 2.0)
 
 
@@ -53,18 +56,18 @@ def test_ratios_are_medians_of_pairs() -> None:
 def test_sides_that_disagree_are_not_timed(ours: tuple[float, float], said: str) -> None:
     steps = []
 
-    def side(answer: tuple[float, float]) -> bench.Step:
+    def side(answer: tuple[float, float]) -> ratios.Step:
         return lambda batch: (steps.append(batch), answer)[1]
 
-    with pytest.raises(bench.DisagreementError, match=said):
-        bench.measure(side(ours), side((2.0, 1.0)), [{}, {}], "tiny")
+    with pytest.raises(ratios.DisagreementError, match=said):
+        ratios.measure(side(ours), side((2.0, 1.0)), [{}, {}], "tiny")
     assert len(steps) == 2
 
 
 def test_the_two_sides_take_turns() -> None:
     turns: list[str] = []
     sides = [lambda batch, name=name: (turns.append(name), (1.0, 1.0))[1] for name in "AB"]
-    assert len(bench.measure(*sides, [{}, {}, {}], "tiny")) == 2
+    assert len(ratios.measure(*sides, [{}, {}, {}], "tiny")) == 2
     assert turns == list("ABABAB")
 
 
@@ -73,16 +76,48 @@ def run_script(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
-def test_the_script_prints_a_json_line_a_case() -> None:
+@pytest.mark.parametrize(
+    ("command", "world"), [(("peers",), 1), pytest.param(("megatron", "--processes", "2"), 2, marks=pytest.mark.full)]
+)
+def test_the_script_prints_a_json_line_a_case(command: tuple[str, ...], world: int) -> None:
     sizes = "--hidden 24 --layers 1 --vocab 61 --tokens 32 --lengths 16 32 --families qwen3 --pairs 2 --threads 1"
-    ran = run_script("peers", *sizes.split(), "--json")
+    ran = run_script(*command, *sizes.split(), "--json")
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [(line["model"], line["length"], line["rows"]) for line in lines] == [("qwen3", 16, 2), ("qwen3", 32, 1)]
-    assert {field.name for field in attrs.fields(bench.Ratio)} == lines[0].keys()
+    assert [(line["model"], line["length"], line["rows"]) for line in lines] == [
+        ("qwen3", 16, 2 * world),
+        ("qwen3", 32, world),
+    ]
+    assert {field.name for field in attrs.fields(ratios.Ratio)} == lines[0].keys()
 
 
 def test_an_unknown_command_is_bad_usage() -> None:
     ran = run_script("nobody")
     assert ran.returncode == 2
     assert "peers" in ran.stderr
+
+
+def alike(family: ratios.Family) -> list[tuple[float, float, float, float]]:
+    """Trains both sides on the rows of this rank; returns loss and norm of lf and of its peer by step."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = ratios.peer_model(family, TINY)
+    run = lf.Run(
+        model=model,
+        data=lf.TextData(paths=("unused",)),
+        batch=2 * world,
+        optim=lf.AdamW(lr=1e-2, eps=1e-3, clip=0.5),
+        parallel=lf.MegatronParallel(micro_batch=2),
+    )
+    ours, engine, ctx = megatron.lf_side(run)
+    theirs = megatron.plain_side(run, engine, ctx)
+    batch = fake_batch(model, 2, 24, seed=rank)
+    return [(*ours(batch), *theirs(batch)) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("family", "world"), [("llama", 1), ("qwen3", 2)])
+def test_megatrons_own_modules_train_alike(workers: Workers, family: ratios.Family, world: int) -> None:
+    for steps in workers.run(world, alike, family):
+        for loss, norm, their_loss, their_norm in steps:
+            assert loss == pytest.approx(their_loss, rel=1e-5)
+            assert norm == pytest.approx(their_norm, rel=1e-4)
+        assert steps[-1][0] < steps[0][0]

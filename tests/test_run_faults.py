@@ -171,6 +171,7 @@ def test_a_bad_row_on_one_rank_stops_all_after_a_save(workers: Workers, tmp_path
     texts = workers.run(2, refused, rows_run(Tripping(at=at, rank=rank)), tmp_path / "run", tmp_path)
     assert texts[rank] == "ValueError: row 7 is no good"
     assert "another rank could not go on after step 3" in texts[1 - rank]
+    assert f"rank {rank}: row 7 is no good" in texts[1 - rank]
     assert checkpoint.latest(tmp_path / "run").step == 3  # type: ignore[union-attr]
 
 

@@ -180,11 +180,100 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> No
     assert losses(folder) == losses(whole)
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29547")
+
+TRIPPING = """
+import os
+from pathlib import Path
+
+RANK = int(os.environ.get("RANK", "0"))
+Path(f"pid_{RANK}").write_text(str(os.getpid()))
+whole = Rows.row
+
+
+def row(self, epoch, index):
+    # Of the 8 rows of step 3, 16 to 23, the second rank has the last four.
+    if RANK == 1 and WHERE == "row" and index == 22:
+        raise LookupError("no good")
+    return whole(self, epoch, index)
+
+
+class Optimizer(torch.optim.RAdam):
+    done = 0
+
+    def step(self, closure=None):
+        self.done += 1
+        if RANK == 1 and WHERE == "update" and self.done == 3:
+            raise LookupError("no good")
+        return super().step(closure)
+
+
+Rows.row = row
+torch.optim.RAdam = Optimizer
+"""
+"""What raises on rank 1 at step 3; each rank leaves its process id in the working folder."""
+
+
+def tripping(folder: Path, steps: int, save: int, where: str = "") -> str:
+    path = Path(write(folder, steps, save))
+    path.write_text(path.read_text() + TRIPPING.replace("WHERE", repr(where)))
+    return str(path)
+
+
+def ranks(folder: Path) -> list[int]:
+    return [int((folder / f"pid_{rank}").read_text()) for rank in (0, 1)]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("where", "save"), [("row", 0), pytest.param("update", 1, marks=pytest.mark.full)])
+def test_a_rank_that_raises_ends_the_job_with_its_error_first(tmp_path: Path, where: str, save: int) -> None:
+    config = tripping(tmp_path, 3000, save, where)
+    begun = time.monotonic()
+    code, out = finish(start(tmp_path, "--cfg", config, launcher=TORCHRUN))
+    assert code not in (0, None), out
+    assert time.monotonic() - begun < 60
+    assert "no good" in re.findall(r"(?m)^\w*[Ee]rror: .*$", out)[0], out
+    assert not any(map(is_there, ranks(tmp_path)))
+    found = checkpoint.latest(tmp_path / "runs" / "mine")
+    assert found is not None
+    assert found.step == 2
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_ends_the_job_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    config = tripping(tmp_path, 60, 5)
+    whole = tmp_path / "whole"
+    assert finish(start(tmp_path, "--cfg", config, "--out", str(whole), launcher=TORCHRUN))[0] == 0
+    folder = tmp_path / "killed"
+    process = start(tmp_path, "--cfg", config, "--out", str(folder), launcher=TORCHRUN)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and " 12/" in line:
+            os.kill(ranks(tmp_path)[1], signal.SIGKILL)
+            break
+    begun = time.monotonic()
+    code, out = finish(process)
+    assert code not in (0, None), out
+    assert time.monotonic() - begun < 60
+    assert not any(map(is_there, ranks(tmp_path)))
+    assert len(losses(folder)) < 60
+    code, out = finish(start(tmp_path, "--cfg", config, "--out", str(folder), launcher=TORCHRUN))
+    assert code == 0, out
+    assert "resumed from" in out
+    assert losses(folder) == losses(whole)
+
+
 def test_torchrun_on_two_processes_equals_one(tmp_path: Path) -> None:
     config = write(tmp_path, 12, 0)
     assert run(tmp_path, "--cfg", config, "--out", "one")[0] == 0
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29547")
-    code, out = finish(start(tmp_path, "--cfg", config, "--out", "two", launcher=launcher))
+    code, out = finish(start(tmp_path, "--cfg", config, "--out", "two", launcher=TORCHRUN))
     assert code == 0, out
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert len(list((tmp_path / "two" / "checkpoints" / "step_12").glob("rank_*"))) == 2

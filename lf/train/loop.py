@@ -17,7 +17,7 @@ from lf.data.source import Row, Rows
 from lf.devices.device import Device
 from lf.models.spec import Batch, Layout, ModelConfig, collate, flops
 from lf.train import checkpoint
-from lf.train.comm import Comm
+from lf.train.comm import Comm, told
 from lf.train.config import Run
 from lf.train.folder import HF, check_room
 from lf.train.meter import Timing, add_timing, eval_line, line, report_step, to_json
@@ -86,7 +86,7 @@ class Ended:
 class _StoppedError(Exception):
     """All ranks stop at the same point: `signal` was caught by one of them, or 0 and `fault` is what went wrong."""
 
-    def __init__(self, number: int, fault: BaseException | None) -> None:
+    def __init__(self, number: int, fault: Exception | None) -> None:
         super().__init__(number, fault)
         self.signal, self.fault = number, fault
 
@@ -125,7 +125,8 @@ def _next(job: Job, source: Iterator[T], signals: Callable[[], int]) -> T | None
 
     Every rank calls it at once. Raises _StoppedError on all of them when one has caught a signal or has no way on.
     """
-    item, fault = None, None
+    item: T | None = None
+    fault: Exception | None = None
     try:
         item = next(source, None)
     except Exception as error:
@@ -208,8 +209,11 @@ def _steps(
             raise
         if stop.signal:
             return Ended(state=state, signal=stop.signal, eval_loss=None)
+        # Whichever rank prints first, it says what went wrong.
+        faults = job.comm.gather(f"rank {job.comm.rank}: {told(stop.fault)}" if stop.fault else "")
+        first = job.comm.broadcast(next(filter(None, faults)) if faults else "")
         raise stop.fault or checkpoint.CheckpointError(
-            f"another rank could not go on after step {state.step}, which is saved; see its message"
+            f"another rank could not go on after step {state.step}, which is saved; {first}"
         ) from None
     return Ended(state=state, signal=0, eval_loss=loss)
 

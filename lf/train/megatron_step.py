@@ -64,16 +64,39 @@ def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, publi
     shapes = over_ranks({placed.name: placed.shape for _, placed in held})
     check_names(cfg, shapes)
     if published is not None:
-        published.check(shapes)
-    with torch.no_grad():
-        for tensor, placed in held:
-            if published is None and not isinstance(tensor, nn.Parameter):
-                continue  # A buffer starts as the module made it.
-            value = initial_value(cfg, seed, placed, tensor, published)
-            tensor.copy_(value)
-            if (owned := owned_range(state.optimizer, tensor)) is not None:
-                start, stop, shard = owned
-                shard.copy_(value.flatten()[start:stop])
+        _check_published(published, shapes)
+    for tensor, placed in held:
+        if published is None and not isinstance(tensor, nn.Parameter):
+            continue  # A buffer starts as the module made it.
+        _set(tensor, owned_range(state.optimizer, tensor), initial_value(cfg, seed, placed, tensor, published))
+        # No name holds the value: while the next one is read it would be in memory beside it.
+
+
+@torch.no_grad()
+def _set(tensor: Tensor, owned: tuple[int, int, Tensor] | None, value: Tensor) -> None:
+    """Sets a tensor, and the share of it that this rank's optimiser owns."""
+    tensor.copy_(value)
+    if owned is not None:
+        start, stop, shard = owned
+        shard.copy_(value.flatten()[start:stop])
+
+
+def _check_published(published: Published, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError on every rank where the weights do not fit; the ranks share what must be read for it."""
+    comm = distributed()
+
+    def fault() -> str:
+        try:
+            published.check(shapes, (comm.rank, comm.world))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def first(faults: list[str]) -> None:
+        if found := next(filter(None, faults), ""):
+            raise ValueError(found)
+
+    together(comm, fault, first, ValueError)
 
 
 def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:

@@ -95,7 +95,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
     found = model if model is not None else _saved_model(folder, reader)
 
-    def check(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> None:
         saved = weight_shapes(reader)
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
@@ -148,7 +148,7 @@ def load_model(start: Start, ctx: Ctx) -> nn.Module:
     assert start.published is not None
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     held = _held(model, ctx)
-    start.published.check({placed.name: placed.shape for _, placed in held})
+    start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
     with torch.no_grad():
         for tensor, placed in held:
             tensor.copy_(initial_value(start.model, 0, placed, tensor, start.published))

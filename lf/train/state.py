@@ -74,8 +74,11 @@ class Engine:
 class Published:
     """Weights that a run starts from."""
 
-    check: Callable[[Mapping[str, tuple[int, ...]]], None]
-    """Raises ValueError unless the weights and the model's global shapes, by canonical name, fit tensor by tensor."""
+    check: Callable[[Mapping[str, tuple[int, ...]], tuple[int, int]], None]
+    """Raises ValueError unless the weights and the model's global shapes, by canonical name, fit tensor by tensor.
+
+    Values that must be equal are compared in share `[0]` of `[1]`: (0, 1) is all of them.
+    """
     read: Callable[[Placed], Tensor]
     """Reads this rank's tensor, without padding, in the dtype in which it is stored."""
 
