@@ -1,6 +1,6 @@
 """A small Qwen3 learns to write Python from the sources of Python's own standard library.
 
-Hardware: a CPU with 2 cores. Time: about 4 minutes. Result: held-out loss about 4.3 nats a token, where the entropy of
+Hardware: a CPU with 2 cores. Time: about 4 minutes. Result: held-out loss about 4.5 nats a token, where the entropy of
 single tokens is 6.2.
 """
 
@@ -38,7 +38,7 @@ cfg = lf.Run(
     batch=16,
     optim=lf.AdamW(lr=3e-3, schedule=lf.Cosine(warmup=40, final=0.05)),
     parallel=lf.MegatronParallel(micro_batch=16),
-    steps=400,
+    steps=320,
     eval=lf.Eval(data=attrs.evolve(SOURCES, part="held_out"), every=100, batches=4),
     log=lf.Log(every=20),
     save=lf.Save(every=100),
