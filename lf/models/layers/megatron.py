@@ -84,3 +84,18 @@ def provider(device: Device, dtype: torch.dtype) -> BackendSpecProvider:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()
+
+
+def duplicated_linear(layers: Any, config: Any, width: int, out: int) -> Any:
+    """Returns a projection that every tensor parallel rank has whole, for its own part of the sequence."""
+    return layers.linear()(
+        width,
+        out,
+        parallel_mode="duplicated",
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        skip_bias_add=False,
+        skip_weight_param_allocation=False,
+        is_expert=False,
+    )

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lf.models.layers.megatron import duplicated_linear
 from lf.models.layers.rope import rotate
 from lf.models.parts import Mla
 
@@ -48,19 +49,6 @@ class LatentAttention(MegatronModule):
         self.width = part.nope_dim + part.rope_dim
         norm = layers.layer_norm(rms_norm=True, for_qk=True)
 
-        def down(size: int) -> Any:
-            return layers.linear()(
-                config.hidden_size,
-                size,
-                parallel_mode="duplicated",
-                config=config,
-                init_method=config.init_method,
-                bias=False,
-                skip_bias_add=False,
-                skip_weight_param_allocation=False,
-                is_expert=False,
-            )
-
         def up(size: int, wide: int) -> Any:
             return layers.column_parallel_linear()(
                 size,
@@ -75,10 +63,10 @@ class LatentAttention(MegatronModule):
             )
 
         if part.q_rank:
-            self.linear_q_down_proj = down(part.q_rank)
+            self.linear_q_down_proj = duplicated_linear(layers, config, config.hidden_size, part.q_rank)
             self.q_layernorm = norm(config, part.q_rank, part.latent_eps)
         self.linear_q_up_proj = up(part.q_rank or config.hidden_size, part.heads * self.width)
-        self.linear_kv_down_proj = down(part.kv_rank + part.rope_dim)
+        self.linear_kv_down_proj = duplicated_linear(layers, config, config.hidden_size, part.kv_rank + part.rope_dim)
         self.kv_layernorm = norm(config, part.kv_rank, part.latent_eps)
         self.linear_kv_up_proj = up(part.kv_rank, part.heads * (part.nope_dim + part.v_dim))
         self.core_attention = layers.core_attention()(

@@ -13,6 +13,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lf.models.layers.megatron import duplicated_linear
+
 
 class MtpHead(MegatronModule):
     """Joins the states of the head before with the embeddings of a further token, and runs one decoder layer."""
@@ -24,18 +26,7 @@ class MtpHead(MegatronModule):
         norm = layers.layer_norm(rms_norm=True)
         width, eps = config.hidden_size, config.layernorm_epsilon
         self.enorm, self.hnorm = norm(config, width, eps), norm(config, width, eps)
-        # Whole on every tensor parallel rank, for its own part of the sequence: nothing has to be gathered.
-        self.eh_proj = layers.linear()(
-            2 * width,
-            width,
-            parallel_mode="duplicated",
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            skip_bias_add=False,
-            skip_weight_param_allocation=False,
-            is_expert=False,
-        )
+        self.eh_proj = duplicated_linear(layers, config, 2 * width, width)
         self.transformer_layer = build_module(spec, config=config, pg_collection=groups, vp_stage=chunk)
         self.final_layernorm = norm(config, width, eps)
 
