@@ -28,6 +28,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("lf.train", "lf.config", "lf.devices", "lf.kernels", "lf.models", "lf.parallel", "lf.plan", "lf.data"),
         *("lf.storage", "lf.terminal"),
     ),
+    "lf.acting": (
+        *("lf.acting", "lf.config", "lf.devices", "lf.models", "lf.data", "lf.train", "lf.storage", "lf.terminal"),
+    ),
 }
 """Packages of lf, and what of lf each may import. `lf` itself and `lf.launch` stand above all of them.
 
