@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lf.data.config import TokenizerConfig as TokenizerConfig
     from lf.data.config import TrainedBpe as TrainedBpe
     from lf.data.config import Weighted as Weighted
+    from lf.models.lora import Lora as Lora
     from lf.parallel.config import MegatronParallel as MegatronParallel
     from lf.parallel.config import TorchParallel as TorchParallel
     from lf.train.config import AdamW as AdamW
@@ -43,6 +44,7 @@ _MODULES = {
         *("Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal", "TextData"),
         *("TokenizerConfig", "TrainedBpe", "Weighted"),
     ),
+    "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("MegatronParallel", "TorchParallel"),
     "lf.train.config": (
         *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),

@@ -31,6 +31,8 @@ SOURCE = "source"
 """Folder of what is remembered of an imported Hugging Face folder."""
 HF = "hf"
 """The export at the end."""
+ADAPTER = "adapter"
+"""The adapters at the end, where a run trains some."""
 
 
 @contextlib.contextmanager

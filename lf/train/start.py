@@ -17,12 +17,13 @@ from lf.models import hf, weights
 from lf.models.hf_folder import STEMS, open_folder
 from lf.models.hf_save import Source, load_source, save_folder
 from lf.models.layouts import fitted
+from lf.models.lora import added, sides
 from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
 from lf.train.comm import process_group
 from lf.train.folder import SOURCE
-from lf.train.names import WEIGHT, key, weight_shapes
+from lf.train.names import WEIGHT, base_shapes, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.state import Published, initial_value
 
@@ -92,11 +93,14 @@ def newest(folder: Path) -> tuple[Reader, tuple[Skipped, ...]]:
 
 
 def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None) -> Start:
-    """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
+    """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states.
+
+    Adapters are merged into the weights.
+    """
     found = model if model is not None else _saved_model(folder, reader)
 
     def check(shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> None:
-        saved = weight_shapes(reader)
+        saved = base_shapes(weight_shapes(reader))
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
             told = ", ".join(f"{n}: {saved.get(n)} saved, {shapes.get(n)} in the model" for n in wrong[:3])
@@ -128,9 +132,19 @@ def _saved_model(folder: Path, reader: Reader) -> ModelConfig:
 def _read(reader: Reader, placed: Placed) -> Tensor:
     name = key(WEIGHT, placed.name)
     out = torch.zeros(weights.held_shape(placed), dtype=reader.dtype(name))
+    a = key(WEIGHT, sides(placed.name)[0])
+
+    def read(name: str, at: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return reader.read(key(WEIGHT, name), at, size)
+
     for part in placed.parts:
         where = tuple(slice(first, first + n) for first, n in zip(part.local, part.size, strict=True))
         out[where] = reader.read(name, part.at, part.size)
+        if placed.name.endswith(".weight") and a in reader.names:
+            rank, scale = reader.shape(a)[0], reader.fact("lora_scale", float)
+            out[where] += added(
+                placed.name, part, lambda n, at, size: reader.read(key(WEIGHT, n), at, size), rank, scale
+            )
     return out
 
 
