@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lf.data.config import Augment as Augment
     from lf.data.config import Camera as Camera
     from lf.data.config import DataConfig as DataConfig
     from lf.data.config import HfTokenizer as HfTokenizer
@@ -41,8 +42,8 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "lf.data.config": (
-        *("Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal", "TextData"),
-        *("TokenizerConfig", "TrainedBpe", "Weighted"),
+        *("Augment", "Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal"),
+        *("TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
     ),
     "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("MegatronParallel", "TorchParallel"),

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lf.config import to_json
+from lf.data.augment import Images, augmented
 from lf.data.cache import build_once, key_of
 from lf.data.config import Camera, LeRobotData
 from lf.data.hf_tokenizer import Tokenizer
@@ -77,6 +78,8 @@ class LeRobotRows:
     """Open videos."""
     prompt: Prompt | None = None
     """Gives the token ids of what a policy reads; None where rows have no prompt."""
+    augment: Callable[[Images, str], dict[str, Any]] | None = None
+    """Returns the pictures of the row with an id as training sees them; None leaves them as they are."""
 
     def __len__(self) -> int:
         """Returns the rows of one epoch."""
@@ -88,11 +91,17 @@ class LeRobotRows:
         return min(_MOST_THREADS, os.cpu_count() or 1) if self.pictures else 1
 
     def row(self, epoch: int, index: int) -> dict[str, Any]:
-        """Returns the row at a place of an epoch, as `frame_row` gives it; its `id` begins with `epoch:index`."""
+        """Returns the row at a place of an epoch; its `id` begins with `epoch:index`.
+
+        It is as `frame_row` gives it, but for pictures that are changed at random, all of one camera in one way.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of an epoch of {len(self)} rows")
         row = self.frame_row(int(self.order(epoch)[index]))
-        return {**row, "id": f"{epoch}:{index} {row['id']}"}
+        ident = f"{epoch}:{index} {row['id']}"
+        if self.augment is not None and "images" in row:
+            row["images"] = self.augment(row["images"], ident)
+        return {**row, "id": ident}
 
     def frame_row(self, row: int) -> dict[str, Any]:
         """Returns the row of a frame, counted from 0 over the episodes in ascending order:
@@ -207,13 +216,19 @@ class LeRobotRows:
 
 
 def open_lerobot(
-    cfg: LeRobotData, *, prompt: Prompt | None = None, seed: int, cache_dir: Path, where: str
+    cfg: LeRobotData,
+    *,
+    prompt: Prompt | None = None,
+    seed: int,
+    cache_dir: Path,
+    where: str,
+    training: bool = True,
 ) -> LeRobotRows:
     """Returns the rows of a LeRobot dataset, auditing it first unless `cache_dir` holds its content already.
 
     They are not scaled yet: that is `LeRobotRows.scaled`. `prompt` gives the token ids of a task. `where` names the
-    config in errors. Raises ValueError, naming dataset, episode, feature and file, for everything that training on it
-    would stumble over.
+    config in errors. Unless they are for `training`, pictures are as they were recorded. Raises ValueError, naming
+    dataset, episode, feature and file, for everything that training on it would stumble over.
     """
     meta = read_meta(Path(cfg.path).expanduser())
     episodes = choose_episodes(meta, cfg.episodes, where)
@@ -246,6 +261,7 @@ def open_lerobot(
         order=functools.lru_cache(maxsize=2)(functools.partial(permutation, sum(lengths), seed)),
         decoders=Decoders(),
         prompt=prompt,
+        augment=functools.partial(augmented, cfg.augment, seed) if training and cfg.augment is not None else None,
     )
 
 

@@ -63,6 +63,8 @@ class DataCtx:
     """Where the config stands in the run, as errors name it."""
     normalisers: Normalisers | None = None
     """Normalisers of robot data to use (those of training, when held-out data is opened); None takes the config's."""
+    training: bool = True
+    """Whether the rows are trained on: pictures of others are never changed at random."""
 
 
 @attrs.frozen(kw_only=True)
@@ -107,7 +109,9 @@ def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
 
 def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
     prompt = make_prompt(ctx.prompt, ctx.tokenizer, ctx.path)
-    return open_lerobot(cfg, prompt=prompt, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+    return open_lerobot(
+        cfg, prompt=prompt, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path, training=ctx.training
+    )
 
 
 def normalisers_of(rows: Rows) -> Normalisers | None:

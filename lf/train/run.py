@@ -262,11 +262,13 @@ class _Inputs:
 def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConfig, layout: Layout) -> _Inputs:
     tokenizer = _tokenizer(run, folder, reader)
     check_split(run.data, run.eval.data)
-    rows = _open(run.data, "data", run.seed, model, tokenizer)
+    rows = _open(run.data, "data", run.seed, model, tokenizer, training=True)
     check_layout(model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
     norms = normalisers_of(rows)
-    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer, norms)
+    eval_rows = None
+    if run.eval.data is not None:
+        eval_rows = _open(run.eval.data, "eval.data", 0, model, tokenizer, norms, training=False)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
@@ -327,6 +329,8 @@ def _open(
     model: ModelConfig,
     tokenizer: Tokenizer | None,
     normalisers: Normalisers | None = None,
+    *,
+    training: bool,
 ) -> Rows:
     ctx = DataCtx(
         seed=seed,
@@ -335,6 +339,7 @@ def _open(
         prompt=functools.partial(prompt, model) if has_rule(prompt, model) else None,
         path=path,
         normalisers=normalisers,
+        training=training,
     )
     rows = open_data(data, ctx)
     if not len(rows):
