@@ -1,6 +1,7 @@
 """Adapters: where they stand, how they start, every strategy, resumes, exports in PEFT's names, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,11 @@ def test_exports_follow_the_choice_and_a_resume_may_not_change_the_adapters(work
     other = attrs.evolve(run, steps=3, adapt=attrs.evolve(SOME, alpha=8.0))
     (text,) = workers.run(1, told, other, tmp_path / "run", tmp_path)
     assert "adapt.alpha: 6.0 -> 8.0" in text
+    # Another starts from its adapters, and needs them no more once it has begun.
+    begun = attrs.evolve(run, adapt=attrs.evolve(SOME, start=str(tmp_path / "run/adapter")))
+    workers.run(1, go, begun, tmp_path / "begun", tmp_path)
+    shutil.rmtree(tmp_path / "run/adapter")
+    workers.run(1, go, attrs.evolve(begun, steps=2), tmp_path / "begun", tmp_path)
     # A run that starts from it has the merged weights, and may have adapters of its own.
     workers.run(1, go, run_from(tmp_path / "run", steps=1), tmp_path / "next", tmp_path)
     start = open_start(str(tmp_path / "run"), None)

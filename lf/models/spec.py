@@ -106,7 +106,8 @@ class ShardSpec:
     """Where the torch path cuts a module; no process group is needed to make one."""
 
     fsdp_units: tuple[str, ...] = ()
-    """Glob patterns of the submodules that become one FSDP unit each; `*` stands for one part of a dotted name."""
+    """Glob patterns of the submodules that become one FSDP unit each; `*` stands for one part of a dotted name. What a
+    forward leaves out on one rank alone must be no unit: it then belongs to the unit around it, where it may."""
     recompute_units: tuple[str, ...] = ()
     """Glob patterns of the submodules whose activations may be recomputed; `*` as above."""
     float32: tuple[str, ...] = ()
