@@ -87,13 +87,3 @@ def fingerprint(seen: Observation) -> str:
         digest.update(np.ascontiguousarray(values).tobytes())
     digest.update(seen.task.encode(errors="surrogatepass"))
     return digest.hexdigest()
-
-
-def blank(facts: ActingFacts) -> Observation:
-    """Returns an observation of black pictures, for a first pass that nobody waits for."""
-    norm = facts.normalisers.state
-    return Observation(
-        images={name: np.zeros((8, 8, 3), np.uint8) for name in facts.cameras},
-        state=np.zeros(0, np.float32) if norm is None else np.asarray(norm.shift, np.float32),
-        task="",
-    )
