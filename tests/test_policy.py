@@ -64,9 +64,12 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    place = tmp_path_factory.mktemp("policy")
-    run = robot_run(write_v21(place / "toy", Toy()))
-    workers.run(1, go, run, place / "run", place)
+    # Two files of tests use it.
+    place = tmp_path_factory.getbasetemp() / "policy"
+    run = robot_run(place / "toy")
+    if not place.exists():
+        write_v21(place / "toy", Toy())
+        workers.run(1, go, run, place / "run", place)
     return Trained(run=run, folder=place / "run", cache=place)
 
 

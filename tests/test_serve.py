@@ -347,7 +347,9 @@ def test_openpi_s_own_client_drives_the_server(tmp_path: Path) -> None:
     place = tmp_path / "venv"
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "openpi-client==0.1.2"]
+    # It imports typing_extensions, and does not say so.
+    packages = ("openpi-client==0.1.2", "typing_extensions")
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
     done = subprocess.run(install, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
         pytest.skip(f"openpi-client cannot be installed here: {done.stderr.strip().splitlines()[-1:]}")
