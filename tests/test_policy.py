@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import lf
 from lf.acting import load
@@ -22,7 +23,8 @@ from lf.devices.cpu import cpu
 from lf.models import spec, toy
 from lf.models.embodied.pi05 import pi05_tiny
 from lf.train.checkpoint import CheckpointError
-from lf.train.start import load_model, open_start
+from lf.train.convert import export_folder
+from lf.train.start import acting_files, load_model, open_start
 from tests.data_tools import context
 from tests.robot_tools import CAMERAS, Toy, write_v21
 from tests.test_train import go, tensors
@@ -230,3 +232,54 @@ def test_a_tokenizer_that_changed_is_refused(trained: Trained, tmp_path: Path) -
     file.write_text(json.dumps({**content, "version": "1.0"}, indent=3))
     with pytest.raises(CheckpointError, match=r"is not what .* was trained with; put its files back"):
         load_policy(copy)
+
+
+def test_an_export_is_the_policy_of_its_run_and_says_what_lerobot_needs(trained: Trained, tmp_path: Path) -> None:
+    seen = observation()
+    (chunk,) = load_policy(trained.folder).act([seen], [3])
+    export_folder(trained.folder, tmp_path / "converted")
+    for folder in (trained.folder / "hf", tmp_path / "converted"):
+        policy = load_policy(folder)
+        assert (policy.cameras, policy.state_dims, policy.horizon, policy.fps) == ((BASE, LEFT), 3, 4, 10.0)
+        assert np.array_equal(policy.act([seen], [3])[0], chunk)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["output_features"]["action"]["shape"] == [2]
+        assert config["input_features"]["observation.state"]["shape"] == [3]
+        # Differences to the state are nothing that LeRobot's Pi0.5 has.
+        assert not list(folder.glob("policy_*"))
+    (trained.folder / "hf" / "acting.json").rename(tmp_path / "acting.json")
+    try:
+        with pytest.raises(ValueError, match=r"has no acting\.json, which says how states and actions are scaled"):
+            load_policy(trained.folder / "hf")
+    finally:
+        (tmp_path / "acting.json").rename(trained.folder / "hf" / "acting.json")
+
+
+def test_lerobot_s_processors_scale_as_lf_does(tmp_path: Path) -> None:
+    root = write_v21(tmp_path / "toy", Toy())
+    run = robot_run(root)
+    ctx = context(tmp_path)
+    rows = open_data(attrs.evolve(run.data, normalise=lf.Normalise(), max_prompt=0), ctx)
+    assert isinstance(rows, LeRobotRows)
+    files = acting_files(MODEL, None, acting_of(rows))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    before, after = (json.loads(files[f"policy_{name}processor.json"])["steps"] for name in ("pre", "post"))
+    assert [step["registry_name"] for step in before] == [
+        "rename_observations_processor",
+        "to_batch_processor",
+        "normalizer_processor",
+        "pi05_prepare_state_tokenizer_processor_step",
+        "tokenizer_processor",
+        "device_processor",
+    ]
+    stats = load_file(tmp_path / before[2]["state_file"])
+    row = rows.row(0, 0)
+    raw = torch.from_numpy(row["state_raw"])
+    scaled = (raw - stats["observation.state.mean"]) / (stats["observation.state.std"] + before[2]["config"]["eps"])
+    assert torch.allclose(scaled, torch.from_numpy(row["state"]), atol=1e-5)
+    back = load_file(tmp_path / after[0]["state_file"])
+    actions = torch.from_numpy(row["actions"]) * back["action.std"] + back["action.mean"]
+    assert np.allclose(actions.numpy(), decode_actions(rows.normalisers, row["actions"], row["state_raw"]), atol=1e-6)
+    # The prompt holds the state as it is, and not filled up to the model's width.
+    assert before[3]["config"]["max_state_dim"] == 3
