@@ -9,13 +9,16 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 import lf
 from lf.acting import load
 from lf.acting.load import load_policy, policy_batch, untrained_policy
 from lf.acting.policy import Observation, Policy
+from lf.data.hf_tokenizer import read_tokenizer
 from lf.data.lerobot import LeRobotRows, make_prompt
 from lf.data.normalise import decode_actions
 from lf.data.source import acting_of, open_data
@@ -283,3 +286,16 @@ def test_lerobot_s_processors_scale_as_lf_does(tmp_path: Path) -> None:
     assert np.allclose(actions.numpy(), decode_actions(rows.normalisers, row["actions"], row["state_raw"]), atol=1e-6)
     # The prompt holds the state as it is, and not filled up to the model's width.
     assert before[3]["config"]["max_state_dim"] == 3
+
+
+def test_prompts_begin_as_the_tokenizer_s_template_has_it(trained: Trained, tmp_path: Path) -> None:
+    plain = tokenizers.Tokenizer.from_file(str(trained.folder / "tokenizer" / "tokenizer.json"))
+    shutil.copytree(trained.folder / "tokenizer", tmp_path / "tokenizer")
+    end = "<|endoftext|>"
+    plain.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, plain.token_to_id(end))])
+    plain.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    without, found = read_tokenizer(trained.folder / "tokenizer"), read_tokenizer(tmp_path / "tokenizer")
+    assert (without.start, found.start) == ((), (found.eos,))
+    ids = [make_prompt(None, one, "test")(TASK, np.zeros(0, np.float32)).tolist() for one in (without, found)]
+    assert ids[1] == [found.eos, *ids[0]]
+    assert ids[1] == plain.encode(TASK).ids
