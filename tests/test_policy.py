@@ -26,7 +26,7 @@ from lf.devices.cpu import cpu
 from lf.models import spec, toy
 from lf.models.embodied.pi05 import pi05_tiny
 from lf.train.checkpoint import CheckpointError
-from lf.train.convert import export_folder
+from lf.train.convert import export_folder, import_folder
 from lf.train.start import acting_files, load_model, open_start
 from tests.data_tools import context
 from tests.robot_tools import CAMERAS, Toy, write_v21
@@ -299,3 +299,14 @@ def test_prompts_begin_as_the_tokenizer_s_template_has_it(trained: Trained, tmp_
     ids = [make_prompt(None, one, "test")(TASK, np.zeros(0, np.float32)).tolist() for one in (without, found)]
     assert ids[1] == [found.eos, *ids[0]]
     assert ids[1] == plain.encode(TASK).ids
+
+
+def test_an_imported_policy_acts_with_what_is_put_beside_it(trained: Trained, tmp_path: Path) -> None:
+    import_folder(trained.folder / "hf", tmp_path / "lf")
+    with pytest.raises(ValueError, match=r"lf has no acting\.json, .* train the policy on the robot's data"):
+        load_policy(tmp_path / "lf")
+    shutil.copy(trained.folder / "hf" / "acting.json", tmp_path / "lf")
+    seen = observation()
+    assert np.array_equal(
+        load_policy(tmp_path / "lf").act([seen], [1])[0], load_policy(trained.folder).act([seen], [1])[0]
+    )
