@@ -16,7 +16,7 @@ from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.normalise import Normalisers
-from lf.data.source import DataCtx, Rows, normalisers_of, open_data
+from lf.data.source import DataCtx, Rows, acting_of, normalisers_of, open_data
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
@@ -63,7 +63,7 @@ from lf.train.profile import check_window
 from lf.train.reader import Reader
 from lf.train.schedule import check_schedule
 from lf.train.sinks import check_sinks, last_evaluation, open_progress, open_sinks
-from lf.train.start import Start, export, from_checkpoint, open_start
+from lf.train.start import Start, acting_files, export, from_checkpoint, open_start
 from lf.train.state import Engine, TrainState
 
 MOST_ROWS = 2**31
@@ -163,7 +163,8 @@ def open_job(
         say(f"resumed from {reader.path}")
     check_room(folder, engine.pieces(engine.state), 1, comm)
     kept = dict(start.source.files) if start.source else {}
-    check_target(folder / HF, [*kept, *inputs.tokenizer_files])
+    beside = {**inputs.tokenizer_files, **acting_files(start.model, start.source, acting_of(inputs.rows))}
+    check_target(folder / HF, [*kept, *beside])
     check_target(folder / ADAPTER, ADAPTER_FILES)
 
     def write_folder() -> None:
@@ -192,7 +193,7 @@ def open_job(
             get,
             folder / name,
             source=start.source,
-            files=inputs.tokenizer_files,
+            files=beside,
             eos=None if inputs.tokenizer is None else inputs.tokenizer.eos,
             write=comm.rank == 0,
         )
@@ -272,6 +273,12 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
+def open_reading(run: Run, model: ModelConfig) -> tuple[Rows, Tokenizer | None]:
+    """Returns the training rows and the tokenizer of a new run, for what reads as it does without training."""
+    tokenizer = _tokenizer(run, Path(), None)
+    return _open(run.data, "data", run.seed, model, tokenizer, training=False), tokenizer
+
+
 def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
     """Returns what every checkpoint of a run says besides its tensors, the tokens apart."""
     return {
@@ -284,6 +291,7 @@ def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
         "normalisers": inputs.normalisers,
+        "acting": None if (acting := acting_of(inputs.rows)) is None else to_json(acting),
     }
 
 
