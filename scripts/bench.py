@@ -1,4 +1,4 @@
-"""Measures speed as ratios of runs that alternate in a process: `python scripts/bench.py peers`, or `megatron`."""
+"""Measures speed as ratios of runs that alternate in a process: `python scripts/bench.py peers`, `megatron`, `pi05`."""
 
 import sys
 import tempfile
@@ -17,6 +17,7 @@ from lf.models.spec import Batch, fake_batch
 from lf.train.comm import process_group
 from lf.train.start import export
 from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
+from scripts.benchmarks.pi05 import Pi05Bench, compare_pi05
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
 
 
@@ -102,7 +103,12 @@ def megatron(args: tyro.conf.OmitArgPrefixes[Megatron]) -> int:
     return compare_with_megatron(args)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron}
+def pi05(args: tyro.conf.OmitArgPrefixes[Pi05Bench]) -> int:
+    """Compares lf's Pi0.5 with a plain one that passes the same parity tests; returns the exit code."""
+    return compare_pi05(args)
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron, "pi05": pi05}
 
 
 if __name__ == "__main__":
