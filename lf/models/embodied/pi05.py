@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.embodied import pi05_config, pi05_golden, robot
-from lf.models.embodied.pi05_model import CAMERAS, Pi05, Pi05Model, euler, noisy
+from lf.models.embodied.pi05_model import CAMERAS, Pi05, Pi05Model, noisy
+from lf.models.embodied.pi05_sample import euler
 from lf.models.layers.gemma import Gemma, tower_flops
 from lf.models.layouts import Alias, Prefix
 from lf.models.vision.siglip import Siglip, siglip_flops, siglip_init, siglip_rules
@@ -84,7 +85,7 @@ def _(cfg: Pi05, batch: spec.Batch, seed: int, step: int) -> spec.Batch:
 
 @spec.collate.register
 def _(cfg: Pi05, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
-    return robot.robot_batch(cfg.space, rows)
+    return robot.trimmed(robot.robot_batch(cfg.space, rows))
 
 
 @spec.sample.register
