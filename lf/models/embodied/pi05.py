@@ -136,7 +136,7 @@ def _(cfg: Pi05) -> spec.ShardSpec:
 
 @spec.flops.register
 def _(cfg: Pi05, rows: int, length: int) -> float:
-    """`length` is the steps of an action chunk."""
+    """`length` is the steps of an action chunk; rows count as if they had all cameras and the longest prompt."""
     before = len(cfg.cameras) * cfg.vision.tokens + cfg.prompt
     width = cfg.expert.width
     heads = 2.0 * (length * 2 * width * cfg.dims + 2 * width**2)
