@@ -1,4 +1,4 @@
-"""Measures speed as ratios of runs that alternate in a process: `python scripts/bench.py peers`, `megatron`, `pi05`."""
+"""Measures speed as ratios of runs that alternate in a process: `python scripts/bench.py peers`, or another command."""
 
 import sys
 import tempfile
@@ -16,6 +16,7 @@ from lf.devices.cpu import cpu
 from lf.models.spec import Batch, fake_batch
 from lf.train.comm import process_group
 from lf.train.start import export
+from scripts.benchmarks.loader import LoaderBench, compare_loader
 from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
 from scripts.benchmarks.pi05 import Pi05Bench, compare_pi05
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
@@ -108,7 +109,12 @@ def pi05(args: tyro.conf.OmitArgPrefixes[Pi05Bench]) -> int:
     return compare_pi05(args)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron, "pi05": pi05}
+def loader(args: tyro.conf.OmitArgPrefixes[LoaderBench]) -> int:
+    """Compares the reading of robot data with a plain PyAV loop; returns the exit code."""
+    return compare_loader(args)
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron, "pi05": pi05, "loader": loader}
 
 
 if __name__ == "__main__":

@@ -86,7 +86,13 @@ def test_values_and_gradients_are_those_of_torch(rows: int, width: int, scale: f
 def test_a_slice_of_a_wider_tensor_is_as_good_as_a_copy() -> None:
     wide = draw(4, 3, 2, 12)
     x, weight, table = wide[..., 3:9], draw(6, seed=1), draw(2, 4, 3, 1, 6, seed=2)
-    for function in (lambda x: rms_norm(x, weight, 1e-6), lambda x: rms_norm(x, None, 1e-6), swiglu, geglu, lambda x: rotate(x, table)):
+    for function in (
+        lambda x: rms_norm(x, weight, 1e-6),
+        lambda x: rms_norm(x, None, 1e-6),
+        swiglu,
+        geglu,
+        lambda x: rotate(x, table),
+    ):
         for value, reference in zip(gradients(function, x), gradients(function, x.contiguous()), strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-6)
 

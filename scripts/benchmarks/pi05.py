@@ -1,4 +1,4 @@
-"""lf's Pi0.5 beside a plain one: training steps and samples, on rows that fill the model and on rows of a usual robot."""
+"""lf's Pi0.5 beside a plain one: training steps and samples, on rows that fill the model and on those of a robot."""
 
 import json
 import statistics
@@ -16,7 +16,8 @@ from lf.devices.detect import detect
 from lf.devices.device import Device
 from lf.models import spec, weights
 from lf.models.embodied import robot
-from lf.models.embodied.pi05 import Pi05, pi05_base
+from lf.models.embodied.pi05 import pi05_base
+from lf.models.embodied.pi05_model import Pi05
 from lf.models.layers.gemma import Gemma
 from lf.models.spec import Batch, Ctx
 from lf.models.vision.siglip import Siglip
@@ -24,6 +25,7 @@ from lf.train.comm import process_group
 from lf.train.fsdp_step import torch_engine
 from lf.train.optim import make_optimizer, param_groups
 from lf.train.state import Published, initial_value
+from lf.train.step import to_device
 from scripts.benchmarks.pi05_plain import PlainPi05
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Step, measure, summarise
 
@@ -52,8 +54,8 @@ class Pi05Bench:
     """Trains and samples equal Pi0.5 models in lf and in plain torch, in turn, and compares their speed.
 
     The peer has the structure of openpi's PyTorch model, with SDPA, a dense mask and fused AdamW, and passes the same
-    parity tests. Both sides have the same weights, rows, draws, dtype and clipping. Exit code 1 when they disagree about
-    the first step or the first sample.
+    parity tests. Both sides have the same weights, rows, draws, dtype and clipping. Exit code 1 when they disagree
+    about the first step or the first sample.
     """
 
     size: Literal["small", "middle", "base"] = "small"
@@ -150,8 +152,7 @@ def plain_model(run: lf.Run, cfg: Pi05, device: Device, first: Mapping[str, Tens
     def step(batch: Batch) -> tuple[float, float]:
         nonlocal number
         number += 1
-        drawn = spec.draw(cfg, batch["plain"], run.seed, number)
-        drawn = {key: value.to(device.torch_type) if isinstance(value, Tensor) else value for key, value in drawn.items()}
+        drawn = to_device(spec.draw(cfg, batch["plain"], run.seed, number), device.torch_type)
         time = drawn["time"][:, None, None]
         velocity = model(drawn, time * drawn["noise"] + (1.0 - time) * drawn["actions"], drawn["time"])
         loss = (drawn["noise"] - drawn["actions"] - velocity).square().mean()
@@ -174,8 +175,7 @@ def samplers(cfg: Pi05, ours: torch.nn.Module, plain: PlainPi05, device: Device)
     """Returns what samples the first row of a batch on either side; it gives the size of the actions, twice."""
 
     def moved(batch: Batch) -> Batch:
-        drawn = spec.draw(cfg, batch, 0, 0)
-        return {key: value.to(device.torch_type) if isinstance(value, Tensor) else value for key, value in drawn.items()}
+        return to_device(spec.draw(cfg, batch, 0, 0), device.torch_type)
 
     def own(batch: Batch) -> tuple[float, float]:
         with torch.no_grad():
@@ -204,7 +204,8 @@ def compare(args: Pi05Bench) -> Iterator[Ratio]:
     run, first = bench_run(args, cfg), first_weights(cfg)
     limits = (1e-5, 1e-4) if args.dtype == "float32" else (2e-2, 5e-2)
     for kind in args.kinds:
-        (step, module), (plain_step, plain) = (made(run, cfg, device, first) for made in (lf_model, plain_model))
+        step, module = lf_model(run, cfg, device, first)
+        plain_step, plain = plain_model(run, cfg, device, first)
         own, other = samplers(cfg, module, plain, device)
         for name, ours, theirs, rows in (
             ("sample", own, other, 1),
@@ -224,7 +225,9 @@ def compare_pi05(args: Pi05Bench) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     if not args.json:
-        print(f"{args.size} Pi0.5 in {args.dtype} on {args.device}, threads {torch.get_num_threads()}, {args.pairs} pairs")
+        print(
+            f"{args.size} Pi0.5 in {args.dtype} on {args.device}, threads {torch.get_num_threads()}, {args.pairs} pairs"
+        )
         print(line(("case", "rows", "lf ms", "plain ms", "ratio", "min-max", "cpu ratio")))
     ratios = []
     try:

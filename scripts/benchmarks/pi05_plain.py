@@ -10,6 +10,7 @@ W width, N heads, G key-value heads, E width of a head.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,18 +52,16 @@ class Vision(nn.Module):
 
     def __init__(self, cfg: Siglip) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleDict(
-            {
-                "patch_embedding": nn.Conv2d(3, cfg.width, cfg.patch, cfg.patch),
-                "position_embedding": nn.Embedding(cfg.tokens, cfg.width),
-            }
-        )
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(VisionLayer(cfg) for _ in range(cfg.depth))})
+        patch = nn.Conv2d(3, cfg.width, cfg.patch, cfg.patch)
+        position = nn.Embedding(cfg.tokens, cfg.width)
+        self.embeddings = nn.ModuleDict({"patch_embedding": patch, "position_embedding": position})
+        self.encoder: Any = nn.ModuleDict({"layers": nn.ModuleList(VisionLayer(cfg) for _ in range(cfg.depth))})
         self.post_layernorm = nn.LayerNorm(cfg.width, cfg.eps)
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns [B, S, W] of images [B, 3, I, I]."""
-        patch, position = self.embeddings["patch_embedding"], self.embeddings["position_embedding"]
+        patch: Any = self.embeddings["patch_embedding"]
+        position = self.embeddings["position_embedding"]
         x = patch(images.to(patch.weight.dtype)).flatten(2).transpose(1, 2)
         x = (x + position(torch.arange(x.shape[1], device=x.device))).to(self.post_layernorm.weight.dtype)
         for layer in self.encoder["layers"]:
@@ -102,9 +101,7 @@ class Layer(nn.Module):
         self.head_dim = cfg.head_dim
         self.self_attn = nn.ModuleDict({name: nn.Linear(cfg.width, n, bias=False) for name, n in sizes.items()})
         self.self_attn["o_proj"] = nn.Linear(inner, cfg.width, bias=False)
-        self.mlp = nn.ModuleDict(
-            {name: nn.Linear(cfg.width, cfg.mlp, bias=False) for name in ("gate_proj", "up_proj")}
-        )
+        self.mlp = nn.ModuleDict({name: nn.Linear(cfg.width, cfg.mlp, bias=False) for name in ("gate_proj", "up_proj")})
         self.mlp["down_proj"] = nn.Linear(cfg.mlp, cfg.width, bias=False)
         self.input_layernorm = Norm(cfg.width, cfg.eps, cond)
         self.post_attention_layernorm = Norm(cfg.width, cfg.eps, cond)
@@ -127,9 +124,12 @@ class Layer(nn.Module):
 class Tower(nn.Module):
     """Layers and a norm."""
 
+    embed_tokens: nn.Embedding
+    """Of the tower of images and prompt."""
+
     def __init__(self, cfg: Gemma, cond: int = 0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(cfg, cond) for _ in range(cfg.depth))
+        self.layers: Any = nn.ModuleList(Layer(cfg, cond) for _ in range(cfg.depth))
         self.norm = Norm(cfg.width, cfg.eps, cond)
 
 
@@ -148,7 +148,7 @@ class PlainPi05(nn.Module):
                 "language_model": language,
             }
         )
-        self.paligemma_with_expert = nn.ModuleDict(
+        self.paligemma_with_expert: Any = nn.ModuleDict(
             {
                 "paligemma": nn.ModuleDict({"model": seen}),
                 "gemma_expert": nn.ModuleDict({"model": Tower(cfg.expert, width)}),
@@ -211,12 +211,14 @@ class PlainPi05(nn.Module):
     @property
     def language(self) -> Tower:
         """The tower of images and prompt."""
-        return self.paligemma_with_expert["paligemma"]["model"]["language_model"]
+        tower: Tower = self.paligemma_with_expert["paligemma"]["model"]["language_model"]
+        return tower
 
     @property
     def expert(self) -> Tower:
         """The tower of actions."""
-        return self.paligemma_with_expert["gemma_expert"]["model"]
+        tower: Tower = self.paligemma_with_expert["gemma_expert"]["model"]
+        return tower
 
     def prefix(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Returns the tokens before the actions [B, L, W], and which of them are no padding [B, L]."""

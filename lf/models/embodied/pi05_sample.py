@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lf.models.embodied.pi05_model import Pi05Model
-from lf.models.layers.gemma import Keys, rope_of
+from lf.models.layers.gemma import AdaptiveNorm, GemmaLayer, Keys, rope_of
 
 
 @attrs.frozen(kw_only=True)
@@ -45,10 +45,10 @@ def euler(
     times = [torch.tensor(1.0)]
     for _ in range(steps - 1):
         times.append(times[-1] + dt)
-    times_T, layers, last = torch.stack(times), model.expert.layers, model.expert.norm
+    times_T, layers, last = torch.stack(times), _layers(model), model.expert.norm
+    assert isinstance(last, AdaptiveNorm)
     cond = model.condition(times_T.to(device))
-    pairs = [(layer.input_norm.modulation(cond), layer.mlp_norm.modulation(cond)) for layer in layers]
-    closing = last.modulation(cond)
+    pairs, closing = [layer.modulations(cond) for layer in layers], last.modulation(cond)
     # Room for the actions' own keys and values, which each step writes anew.
     rooms = [(F.pad(k, (0, 0, 0, 0, 0, length)), F.pad(v, (0, 0, 0, 0, 0, length))) for k, v in keys]
     after = valid_BL.sum(1, keepdim=True) + torch.arange(length, device=device)
@@ -63,3 +63,7 @@ def euler(
         x = x + dt * v
         velocities = [*velocities[:1], v]
     return Sampled(actions=x, times=times_T, first=velocities[0], last=velocities[-1])
+
+
+def _layers(model: Pi05Model) -> list[GemmaLayer]:
+    return [layer for layer in model.expert.layers if isinstance(layer, GemmaLayer)]

@@ -168,13 +168,21 @@ class GemmaLayer(nn.Module):
         q, k = rotate(turned, table).split((cfg.heads, cfg.kv_heads), dim=2)
         return q, k, v
 
+    def modulations(self, cond_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what a condition makes of the layer's two adaptive norms, each [B, 1, 3 * W]."""
+        assert isinstance(self.input_norm, AdaptiveNorm)
+        assert isinstance(self.mlp_norm, AdaptiveNorm)
+        return self.input_norm.modulation(cond_BC), self.mlp_norm.modulation(cond_BC)
+
     def denoised(
         self, x_BSW: Tensor, table: Tensor, seen_BK: Tensor, room: Keys, modulations: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Returns x after a layer of adaptive norms, given what their `modulation` returned. For inference.
+        """Returns x after a layer of adaptive norms, given what `modulations` returned. For inference.
 
         `room` has the keys and values [B, K, G, D] of earlier tokens, and at its end room for those of x.
         """
+        assert isinstance(self.input_norm, AdaptiveNorm)
+        assert isinstance(self.mlp_norm, AdaptiveNorm)
         h_BSW, gate = self.input_norm.modulated(x_BSW, modulations[0])
         q, k, v = self.projected(h_BSW, table)
         room[0][:, -k.shape[1] :].copy_(k)
