@@ -103,6 +103,11 @@ def _(cfg: Pi05, task: str, state: np.ndarray) -> str:
     return f"Task: {text}, State: {' '.join(map(str, robot.state_bins(state)))};\nAction: "
 
 
+@spec.prompt_limit.register
+def _(cfg: Pi05) -> int:
+    return cfg.prompt
+
+
 @spec.golden.register
 def _(cfg: Pi05, model: nn.Module, inputs: Mapping[str, Tensor], config: Mapping[str, Any]) -> spec.Golden:
     assert isinstance(model, Pi05Model)

@@ -111,15 +111,16 @@ def _blank(space: ActionSpace) -> dict[str, Tensor]:
 
 def _row(space: ActionSpace, row: Mapping[str, Any]) -> dict[str, Tensor]:
     made, ident = _blank(space), row["id"]
-    unknown = sorted(set(row["images"]) - set(space.cameras))
-    if unknown or not row["images"]:
+    images = row.get("images", {})
+    unknown = sorted(set(images) - set(space.cameras))
+    if unknown or not images:
         said = f"has the camera {unknown[0]}" if unknown else "has no camera"
         raise ValueError(
             f"row {ident} {said}, and the model's are {', '.join(space.cameras)}; map the dataset's names to these"
         )
     for at, camera in enumerate(space.cameras):
-        if camera in row["images"]:
-            made["images"][at] = fitted_image(torch.as_tensor(row["images"][camera]), space.image)
+        if camera in images:
+            made["images"][at] = fitted_image(torch.as_tensor(images[camera]), space.image)
             made["cameras"][at] = True
     prompt = torch.as_tensor(row["prompt"], dtype=torch.long)
     _check_prompt(space, ident, prompt)
