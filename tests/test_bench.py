@@ -1,5 +1,6 @@
 """The benchmark at sizes of no meaning: both sides compute the same, and the report holds together."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,12 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import lf
+from lf.data.loader import read_rows
 from lf.devices.cpu import cpu
 from lf.models.embodied.pi05 import pi05_tiny
 from lf.models.spec import fake_batch
 from lf.train.parity import difference
 from scripts import bench
-from scripts.benchmarks import megatron, pi05, ratios
+from scripts.benchmarks import loader, megatron, pi05, ratios
 from scripts.benchmarks.pi05_plain import PlainPi05
 from tests.workers import Workers
 
@@ -175,3 +177,37 @@ def test_pi05_trains_and_samples_alike_on_both_sides(one_process: None, dtype: s
             assert norm == pytest.approx(their_norm, rel=10 * near)
             losses.append(loss)
     assert losses[2] < losses[0]
+
+
+def test_the_loader_reads_what_a_plain_loop_reads(tmp_path: Path) -> None:
+    args = loader.LoaderBench(size=(32, 48), episodes=2, length=12, rows=4, pairs=2)
+    rows = loader.open_rows(loader.make_dataset(tmp_path / "toy", args, 6), tmp_path / "cache")
+    plain = loader.plain_frames(rows, range(len(rows)), {})
+    ours = [row["images"][key] for row in read_rows(rows, range(len(rows))) for key in loader.CAMERAS]
+    assert len(plain) == 48
+    assert all((a.transpose(1, 2, 0) == b).all() for a, b in zip(ours, plain, strict=True))
+    assert len({frame.tobytes() for frame in plain}) == 48
+    for part in loader.waits(rows, 4, 3):
+        assert 0.0 <= part < 1.0
+
+
+def test_each_distance_of_key_frames_gets_a_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = loader.LoaderBench(size=(32, 48), episodes=2, length=12, rows=4, pairs=2, json=True)
+    assert loader.compare_loader(args) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["model"] for line in lines] == ["gap 2", "gap 30"]
+    assert all(min(line["ours"], line["peer"], line["low"]) > 0 and line["rows"] == 4 for line in lines)
+
+
+def test_each_case_of_pi05_gets_a_ratio(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(pi05.SIZES, "small", attrs.evolve(pi05_tiny, cameras=("a", "b", "c"), prompt=24))
+    monkeypatch.setattr(pi05, "process_group", lambda device: contextlib.nullcontext())
+    assert pi05.compare_pi05(pi05.Pi05Bench(pairs=2, json=True)) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    cases = [("sample full", 1), ("train full", 2), ("sample robot", 1), ("train robot", 2)]
+    assert [(line["model"], line["rows"]) for line in lines] == cases
+    monkeypatch.setattr(pi05.PlainPi05, "sample", lambda self, batch, noise: noise)
+    assert pi05.compare_pi05(pi05.Pi05Bench(pairs=2)) == 1
+    assert "sample full: loss" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from lf.train.step import to_device
 from scripts.benchmarks.pi05_plain import PlainPi05
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Step, measure, summarise
 
-SIZES: Mapping[str, Pi05] = {
+SIZES: dict[str, Pi05] = {
     "small": Pi05(
         vision=Siglip(width=192, depth=4, mlp=768, heads=4, image=112),
         vlm=Gemma(width=320, depth=4, mlp=2560, head_dim=40),
