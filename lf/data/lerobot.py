@@ -23,7 +23,15 @@ from lf.data.augment import Images, augmented
 from lf.data.cache import build_once, key_of
 from lf.data.config import Camera, LeRobotData
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.lerobot_choose import Prompt, check_keys, check_prompts, choose_cameras, choose_episodes, window_steps
+from lf.data.lerobot_choose import (
+    Most,
+    Prompt,
+    check_keys,
+    check_prompts,
+    choose_cameras,
+    choose_episodes,
+    window_steps,
+)
 from lf.data.lerobot_meta import read_meta
 from lf.data.lerobot_scan import Scan
 from lf.data.lerobot_store import Pictures, build_store, content_key, open_pictures, read_pictures
@@ -217,6 +225,7 @@ def open_lerobot(
     cfg: LeRobotData,
     *,
     prompt: Prompt | None = None,
+    most: Most | None = None,
     seed: int,
     cache_dir: Path,
     where: str,
@@ -224,15 +233,15 @@ def open_lerobot(
 ) -> LeRobotRows:
     """Returns the rows of a LeRobot dataset, auditing it first unless `cache_dir` holds its content already.
 
-    They are not scaled yet: that is `LeRobotRows.scaled`. `prompt` gives the token ids of a task. `where` names the
-    config in errors. Unless they are for `training`, pictures are as they were recorded. Raises ValueError, naming
-    dataset, episode, feature and file, for everything that training on it would stumble over.
+    They are not scaled yet: that is `LeRobotRows.scaled`. `prompt` gives the token ids of a task, `most` how many there
+    may be. `where` names the config in errors. Unless they are for `training`, pictures are as they were recorded.
+    Raises ValueError, naming dataset, episode, feature and file, for everything that training on it would stumble over.
     """
     meta = read_meta(Path(cfg.path).expanduser())
     episodes = choose_episodes(meta, cfg.episodes, where)
     cameras = choose_cameras(meta, cfg.cameras, where)
     keys = check_keys(meta, cfg, where)
-    check_prompts(meta, episodes, cfg, prompt, where)
+    check_prompts(meta, episodes, cfg.state, prompt, most or Most(data=cfg.max_prompt, where=where))
     steps = window_steps(cfg, cameras, meta.fps, where)
     want = Scan(
         meta=meta,

@@ -423,6 +423,12 @@ def robot_files(
 
 
 @functools.singledispatch
+def prompt_limit(cfg: ModelConfig) -> int:
+    """Returns the most tokens of a prompt that a robot policy takes, its field `prompt`; 0 sets no limit."""
+    return 0
+
+
+@functools.singledispatch
 def golden(cfg: ModelConfig, model: nn.Module, inputs: Mapping[str, Tensor], config: Mapping[str, Any]) -> Golden:
     """Returns what a public implementation recorded of such a model, computed by lf from its recorded inputs.
 

@@ -16,7 +16,7 @@ from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.normalise import Normalisers
-from lf.data.source import DataCtx, Rows, acting_of, normalisers_of, open_data
+from lf.data.source import DataCtx, Rows, acting_of, normalisers_of, open_data, robot_names
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
@@ -32,11 +32,13 @@ from lf.models.spec import (
     ModelConfig,
     check_layout,
     check_model,
+    collate,
     has_rule,
     hf_config,
     named_tensors,
     paths,
     prompt,
+    prompt_limit,
     type_name,
     weight_map,
 )
@@ -345,6 +347,7 @@ def _open(
         cache_dir=cache_dir(),
         tokenizer=tokenizer,
         prompt=functools.partial(prompt, model) if has_rule(prompt, model) else None,
+        prompt_limit=prompt_limit(model),
         path=path,
         normalisers=normalisers,
         training=training,
@@ -355,7 +358,14 @@ def _open(
     facts = dict(rows.describe())
     if tokenizer is not None:
         facts["vocab"] = max(facts.get("vocab", 0), tokenizer.vocab)
-    check_model(model, facts)
+    names = robot_names(rows)
+    try:
+        check_model(model, facts)
+        # What a model refuses in every row is found here, and not by the thread that fetches the first step.
+        first = rows.row(0, 0)
+        collate(model, [first], first)
+    except ValueError as error:
+        raise ValueError(f"{path} ({names}): {error}" if names else str(error)) from error
     return rows
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lf.models import spec
 from lf.models.embodied import robot
-from lf.models.embodied.pi05_model import Pi05, Pi05Model, euler, noisy, time_embedding, visible
+from lf.models.embodied.pi05_model import Pi05, Pi05Model, noisy, time_embedding, visible
+from lf.models.embodied.pi05_sample import euler
 from lf.models.layers.gemma import positions
 from lf.models.pictures import resize_with_pad
 
