@@ -60,7 +60,8 @@ MEGATRON = ("lf/models/", "lf/parallel/", "lf/train/megatron_step.py")
 """Where megatron may be imported."""
 
 LATE = {
-    *("PIL", "av", "h5py", "matplotlib", "megatron", "peft", "pyarrow", "tensorboard", "tokenizers"),
+    *("PIL", "av", "gymnasium", "h5py", "libero_pro", "matplotlib", "megatron", "mujoco", "peft", "pyarrow"),
+    *("tensorboard", "tokenizers"),
     *("transformer_engine", "transformers", "triton", "wandb"),
 }
 """Packages that are imported inside functions."""
