@@ -29,7 +29,8 @@ def demonstrations(env: Environment, seeds: Iterable[int], *, noise: float = 0.0
     if env.expert is None:
         raise ValueError(f"{env.name} has no expert; record episodes of another environment, or of a person")
     tried = kept = 0
-    for tried, seed in enumerate(seeds, 1):
+    for seed in seeds:
+        tried += 1
         take, success = _episode(env, seed, noise)
         if success:
             kept += 1

@@ -5,7 +5,7 @@ force, starts on the near side. An episode succeeds once the named block lies be
 failed once another one does. The state is where the pusher is; blocks are seen in the picture only, and only the
 instruction says which of them counts. Needs MuJoCo (the extra `sim`), and no graphics.
 
-Units: metres, metres a second, radians. x goes to the right, y away from the near side, and the table's middle has x = 0.
+Units: metres, metres a second, radians. x goes to the right from the middle of the table, y to its far side.
 Shapes: n blocks.
 """
 
@@ -58,7 +58,7 @@ def instruction(colour: str) -> str:
     return f"push the {colour} block over the line"
 
 
-def tabletop(cfg: Tabletop = Tabletop()) -> Environment:  # noqa: B008
+def tabletop(cfg: Tabletop = Tabletop()) -> Environment:
     """Returns a tabletop. An action is the pusher's velocity (x, y), cut to `SPEED` each way; the state its (x, y).
 
     Raises ValueError where MuJoCo is missing.
