@@ -24,9 +24,9 @@ CAMERA = "top"
 """Name of the only camera."""
 FPS = 10.0
 
-_LANES = 0.24
+_LANES = 0.18
 """Blocks start within this distance of the middle."""
-_GAP = 0.13
+_GAP = 0.11
 """Distance of lanes at least: the bar passes between two blocks, whichever way they are turned."""
 _SUBSTEPS = 20
 _VIEW = 288
@@ -95,10 +95,10 @@ class _Table:
         rng = np.random.default_rng([seed, n])
         # Lanes: n sorted numbers in what the gaps leave, and a gap more for each.
         lanes = np.sort(rng.uniform(-_LANES, _LANES - _GAP * (n - 1), n)) + _GAP * np.arange(n)
-        lanes, far, yaw = rng.permutation(lanes), rng.uniform(0.22, 0.34, n), rng.uniform(0, np.pi / 2, n)
+        lanes, far, yaw = rng.permutation(lanes), rng.uniform(0.17, 0.25, n), rng.uniform(0, np.pi / 2, n)
         self._mujoco.mj_resetData(self._model, self._data)
         qpos = self._data.qpos
-        qpos[0], qpos[1] = rng.uniform(-_LANES, _LANES), rng.uniform(0.03, 0.08)
+        qpos[0], qpos[1] = rng.uniform(-_LANES, _LANES), rng.uniform(0.02, 0.07)
         for i in range(n):
             turned = np.cos(yaw[i] / 2), 0.0, 0.0, np.sin(yaw[i] / 2)
             qpos[2 + 7 * i : 9 + 7 * i] = [lanes[i], far[i], BLOCK, *turned]
@@ -142,7 +142,7 @@ def _import_mujoco() -> Any:
 
 
 def _mjcf(blocks: int) -> str:
-    """Returns the world in MuJoCo's XML: table, pusher, and cubes of 53 g."""
+    """Returns the world in MuJoCo's XML: table, pusher, and cubes of 42 g."""
     cubes = "".join(
         f'<body pos="0 {0.2 + 0.1 * i} {BLOCK}"><freejoint/>'
         f'<geom type="box" size="{BLOCK} {BLOCK} {BLOCK}" density="300"/></body>'
@@ -155,8 +155,8 @@ def _mjcf(blocks: int) -> str:
   <worldbody>
     <geom type="plane" size="2 2 0.1"/>
     <body pos="0 0 0.025">
-      <joint name="x" type="slide" axis="1 0 0" range="-0.3 0.3" limited="true"/>
-      <joint name="y" type="slide" axis="0 1 0" range="0 0.6" limited="true"/>
+      <joint name="x" type="slide" axis="1 0 0" range="-0.2 0.2" limited="true"/>
+      <joint name="y" type="slide" axis="0 1 0" range="0 0.44" limited="true"/>
       <geom type="box" size="{BAR[0]} {BAR[1]} 0.02" mass="0.5"/>
     </body>
     {cubes}

@@ -12,23 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 PALETTE: Mapping[str, tuple[int, int, int]] = {
-    "red": (208, 58, 52),
-    "green": (52, 158, 76),
-    "blue": (52, 98, 204),
+    "red": (224, 48, 40),
+    "green": (40, 196, 72),
+    "blue": (40, 84, 232),
     "yellow": (232, 182, 40),
 }
 """Colours that blocks may have."""
-BLOCK = 0.028
+BLOCK = 0.026
 """Half the edge of a cube, in metres."""
-BAR = (0.05, 0.01)
+BAR = (0.04, 0.01)
 """Half the width and depth of the pusher, in metres."""
-LINE = 0.46
+LINE = 0.36
 """y of the line that a block is pushed over, in metres."""
 
-_SIDE = 0.64
+_SIDE = 0.48
 _NEAR = -0.02
 """The picture shows a square of the table: x from -_SIDE / 2, y from _NEAR."""
-_TABLE, _BEYOND, _PUSHER = (226, 220, 208), (190, 200, 196), (58, 58, 64)
+_TABLE, _BEYOND, _PUSHER = (128, 126, 122), (150, 156, 152), (24, 24, 28)
 
 
 @attrs.frozen(kw_only=True, eq=False)
