@@ -122,9 +122,7 @@ class LeRobotRows:
             out["actions"] = encode_actions(self.normalisers, raw, out.get("state_raw"))
         task = self.tasks[int(self.columns["task_index"][row, 0])]
         if self.prompt is not None:
-            state = out.get("state_raw")
-            seen = np.zeros(0, np.float32) if state is None else normalise(self.normalisers.state, state, "state")
-            out["prompt"] = self.prompt(task, seen)
+            out["prompt"] = prompt_ids(self.prompt, self.normalisers, task, out.get("state_raw"))
         return {
             **out,
             "task": task,
@@ -260,6 +258,12 @@ def make_prompt(text: Callable[[str, Floats], str] | None, tokenizer: Tokenizer 
         return None
     encode, spell = tokenizer.encode_batch, text or (lambda task, state: task)
     return lambda task, state: np.array(encode([spell(task, state)])[0], np.int64)
+
+
+def prompt_ids(prompt: Prompt, norms: Normalisers, task: str, state: Floats | None) -> NDArray[np.int64]:
+    """Returns the token ids of what a policy reads of a task and a raw state [D], None for rows without one."""
+    seen = np.zeros(0, np.float32) if state is None else normalise(norms.state, state, "state")
+    return prompt(task, seen)
 
 
 def fit_rows(parts: Sequence[LeRobotRows], cache_dir: Path, where: str) -> Normalisers:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from lf.data.acting import ActingFacts, acting_facts
 from lf.data.cache import key_of
 from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
@@ -114,6 +115,12 @@ def normalisers_of(rows: Rows) -> Normalisers | None:
     """Returns the normalisers that all robot data of a source is scaled by; None where it has none."""
     parts = _robots(rows)
     return parts[0].normalisers if parts else None
+
+
+def acting_of(rows: Rows) -> ActingFacts | None:
+    """Returns what acting needs to know of a source of robot data; None where it has none."""
+    parts = _robots(rows)
+    return acting_facts(parts) if parts else None
 
 
 def _robots(rows: Rows) -> list[LeRobotRows]:

@@ -15,7 +15,7 @@ from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.normalise import Normalisers
-from lf.data.source import DataCtx, Rows, normalisers_of, open_data
+from lf.data.source import DataCtx, Rows, acting_of, normalisers_of, open_data
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
@@ -239,6 +239,12 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
+def open_reading(run: Run, model: ModelConfig) -> tuple[Rows, Tokenizer | None]:
+    """Returns the training rows and the tokenizer of a new run, for what reads as it does without training."""
+    tokenizer = _tokenizer(run, Path(), None)
+    return _open(run.data, "data", run.seed, model, tokenizer), tokenizer
+
+
 def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
     """Returns what every checkpoint of a run says besides its tensors, the tokens apart."""
     return {
@@ -250,6 +256,7 @@ def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
         "normalisers": inputs.normalisers,
+        "acting": None if (acting := acting_of(inputs.rows)) is None else to_json(acting),
     }
 
 

@@ -22,7 +22,7 @@ from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
 from lf.train.comm import process_group
 from lf.train.folder import SOURCE
-from lf.train.names import WEIGHT, key, weight_shapes
+from lf.train.names import EMA, WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.state import Published, initial_value
 
@@ -91,8 +91,11 @@ def newest(folder: Path) -> tuple[Reader, tuple[Skipped, ...]]:
     return opened.reader, opened.skipped
 
 
-def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None) -> Start:
-    """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
+def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None, *, averaged: bool = False) -> Start:
+    """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states.
+
+    With `averaged`, weights that have a running average are that average.
+    """
     found = model if model is not None else _saved_model(folder, reader)
 
     def check(shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> None:
@@ -105,7 +108,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     source = folder / SOURCE
     return Start(
         model=found,
-        published=Published(check=check, read=functools.partial(_read, reader)),
+        published=Published(check=check, read=functools.partial(_read, reader, averaged)),
         source=_restated(load_source(source), model) if source.is_dir() else None,
     )
 
@@ -125,8 +128,9 @@ def _saved_model(folder: Path, reader: Reader) -> ModelConfig:
     return model
 
 
-def _read(reader: Reader, placed: Placed) -> Tensor:
-    name = key(WEIGHT, placed.name)
+def _read(reader: Reader, averaged: bool, placed: Placed) -> Tensor:
+    mean = key(EMA, placed.name)
+    name = mean if averaged and mean in reader.manifest.tensors else key(WEIGHT, placed.name)
     out = torch.zeros(weights.held_shape(placed), dtype=reader.dtype(name))
     for part in placed.parts:
         where = tuple(slice(first, first + n) for first, n in zip(part.local, part.size, strict=True))
@@ -143,15 +147,15 @@ def local_context(model: ModelConfig, device: Device) -> Ctx:
     return make_context(MegatronParallel(), resolve(MegatronParallel(), 1), device, torch.float32)
 
 
-def load_model(start: Start, ctx: Ctx) -> nn.Module:
-    """Returns the model of a context with its published weights."""
-    assert start.published is not None
+def load_model(start: Start, ctx: Ctx, seed: int = 0) -> nn.Module:
+    """Returns the model of a context with its published weights; where there are none, `seed` draws them."""
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     held = _held(model, ctx)
-    start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
+    if start.published is not None:
+        start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
     with torch.no_grad():
         for tensor, placed in held:
-            tensor.copy_(initial_value(start.model, 0, placed, tensor, start.published))
+            tensor.copy_(initial_value(start.model, seed, placed, tensor, start.published))
     return model
 
 
