@@ -113,8 +113,8 @@ class _Table:
         self._data.ctrl[:] = np.clip(velocity, -SPEED, SPEED)
         self._mujoco.mj_step(self._model, self._data, _SUBSTEPS)
         over = self.scene().blocks_n3[:, 1] > LINE
-        success = bool(over[self._named]) and over.sum() == 1
-        self._running = not over.any()
+        success = bool(over[self._named] and over.sum() == 1)
+        self._running = not bool(over.any())
         return Step(observation=self._observation(), success=success, done=not self._running)
 
     def scene(self) -> Scene:
