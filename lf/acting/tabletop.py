@@ -95,10 +95,10 @@ class _Table:
         rng = np.random.default_rng([seed, n])
         # Lanes: n sorted numbers in what the gaps leave, and a gap more for each.
         lanes = np.sort(rng.uniform(-_LANES, _LANES - _GAP * (n - 1), n)) + _GAP * np.arange(n)
-        lanes, far, yaw = rng.permutation(lanes), rng.uniform(0.17, 0.25, n), rng.uniform(0, np.pi / 2, n)
+        lanes, far, yaw = rng.permutation(lanes), rng.uniform(0.15, 0.18, n), rng.uniform(0, np.pi / 2, n)
         self._mujoco.mj_resetData(self._model, self._data)
         qpos = self._data.qpos
-        qpos[0], qpos[1] = rng.uniform(-_LANES, _LANES), rng.uniform(0.02, 0.07)
+        qpos[0], qpos[1] = rng.uniform(-_LANES, _LANES), rng.uniform(0.02, 0.06)
         for i in range(n):
             turned = np.cos(yaw[i] / 2), 0.0, 0.0, np.sin(yaw[i] / 2)
             qpos[2 + 7 * i : 9 + 7 * i] = [lanes[i], far[i], BLOCK, *turned]

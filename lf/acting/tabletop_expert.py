@@ -13,7 +13,7 @@ SPEED = 0.25
 
 _GAIN = 2.5
 """Metres a second for each metre that is missing."""
-_HOME = 0.05
+_HOME = 0.04
 """y at which the pusher goes sideways, in metres: nearer than all blocks."""
 _ALIGNED, _OFF = 0.012, 0.032
 """Metres beside the block up to which the pusher goes on at full speed, and from which it goes home."""
