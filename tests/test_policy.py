@@ -9,12 +9,16 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 import lf
 from lf.acting import load
 from lf.acting.load import load_policy, policy_batch, untrained_policy
 from lf.acting.policy import Observation, Policy
+from lf.data.hf_tokenizer import read_tokenizer
 from lf.data.lerobot import LeRobotRows, make_prompt
 from lf.data.normalise import decode_actions
 from lf.data.source import acting_of, open_data
@@ -22,7 +26,8 @@ from lf.devices.cpu import cpu
 from lf.models import spec, toy
 from lf.models.embodied.pi05 import pi05_tiny
 from lf.train.checkpoint import CheckpointError
-from lf.train.start import load_model, open_start
+from lf.train.convert import export_folder, import_folder
+from lf.train.start import acting_files, load_model, open_start
 from tests.data_tools import context
 from tests.robot_tools import CAMERAS, Toy, write_v21
 from tests.test_train import go, tensors
@@ -64,9 +69,12 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    place = tmp_path_factory.mktemp("policy")
-    run = robot_run(write_v21(place / "toy", Toy()))
-    workers.run(1, go, run, place / "run", place)
+    # Two files of tests use it.
+    place = tmp_path_factory.getbasetemp() / "policy"
+    run = robot_run(place / "toy")
+    if not place.exists():
+        write_v21(place / "toy", Toy())
+        workers.run(1, go, run, place / "run", place)
     return Trained(run=run, folder=place / "run", cache=place)
 
 
@@ -227,3 +235,78 @@ def test_a_tokenizer_that_changed_is_refused(trained: Trained, tmp_path: Path) -
     file.write_text(json.dumps({**content, "version": "1.0"}, indent=3))
     with pytest.raises(CheckpointError, match=r"is not what .* was trained with; put its files back"):
         load_policy(copy)
+
+
+def test_an_export_is_the_policy_of_its_run_and_says_what_lerobot_needs(trained: Trained, tmp_path: Path) -> None:
+    seen = observation()
+    (chunk,) = load_policy(trained.folder).act([seen], [3])
+    export_folder(trained.folder, tmp_path / "converted")
+    for folder in (trained.folder / "hf", tmp_path / "converted"):
+        policy = load_policy(folder)
+        assert (policy.cameras, policy.state_dims, policy.horizon, policy.fps) == ((BASE, LEFT), 3, 4, 10.0)
+        assert np.array_equal(policy.act([seen], [3])[0], chunk)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["output_features"]["action"]["shape"] == [2]
+        assert config["input_features"]["observation.state"]["shape"] == [3]
+        # Differences to the state are nothing that LeRobot's Pi0.5 has.
+        assert not list(folder.glob("policy_*"))
+    (trained.folder / "hf" / "acting.json").rename(tmp_path / "acting.json")
+    try:
+        with pytest.raises(ValueError, match=r"has no acting\.json, which says how states and actions are scaled"):
+            load_policy(trained.folder / "hf")
+    finally:
+        (tmp_path / "acting.json").rename(trained.folder / "hf" / "acting.json")
+
+
+def test_lerobot_s_processors_scale_as_lf_does(tmp_path: Path) -> None:
+    root = write_v21(tmp_path / "toy", Toy())
+    run = robot_run(root)
+    ctx = context(tmp_path)
+    rows = open_data(attrs.evolve(run.data, normalise=lf.Normalise(), max_prompt=0), ctx)
+    assert isinstance(rows, LeRobotRows)
+    files = acting_files(MODEL, None, acting_of(rows))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    before, after = (json.loads(files[f"policy_{name}processor.json"])["steps"] for name in ("pre", "post"))
+    assert [step["registry_name"] for step in before] == [
+        "rename_observations_processor",
+        "to_batch_processor",
+        "normalizer_processor",
+        "pi05_prepare_state_tokenizer_processor_step",
+        "tokenizer_processor",
+        "device_processor",
+    ]
+    stats = load_file(tmp_path / before[2]["state_file"])
+    row = rows.row(0, 0)
+    raw = torch.from_numpy(row["state_raw"])
+    scaled = (raw - stats["observation.state.mean"]) / (stats["observation.state.std"] + before[2]["config"]["eps"])
+    assert torch.allclose(scaled, torch.from_numpy(row["state"]), atol=1e-5)
+    back = load_file(tmp_path / after[0]["state_file"])
+    actions = torch.from_numpy(row["actions"]) * back["action.std"] + back["action.mean"]
+    assert np.allclose(actions.numpy(), decode_actions(rows.normalisers, row["actions"], row["state_raw"]), atol=1e-6)
+    # The prompt holds the state as it is, and not filled up to the model's width.
+    assert before[3]["config"]["max_state_dim"] == 3
+
+
+def test_prompts_begin_as_the_tokenizer_s_template_has_it(trained: Trained, tmp_path: Path) -> None:
+    plain = tokenizers.Tokenizer.from_file(str(trained.folder / "tokenizer" / "tokenizer.json"))
+    shutil.copytree(trained.folder / "tokenizer", tmp_path / "tokenizer")
+    end = "<|endoftext|>"
+    plain.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, plain.token_to_id(end))])
+    plain.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    without, found = read_tokenizer(trained.folder / "tokenizer"), read_tokenizer(tmp_path / "tokenizer")
+    assert (without.start, found.start) == ((), (found.eos,))
+    ids = [make_prompt(None, one, "test")(TASK, np.zeros(0, np.float32)).tolist() for one in (without, found)]
+    assert ids[1] == [found.eos, *ids[0]]
+    assert ids[1] == plain.encode(TASK).ids
+
+
+def test_an_imported_policy_acts_with_what_is_put_beside_it(trained: Trained, tmp_path: Path) -> None:
+    import_folder(trained.folder / "hf", tmp_path / "lf")
+    with pytest.raises(ValueError, match=r"lf has no acting\.json, .* train the policy on the robot's data"):
+        load_policy(tmp_path / "lf")
+    shutil.copy(trained.folder / "hf" / "acting.json", tmp_path / "lf")
+    seen = observation()
+    assert np.array_equal(
+        load_policy(tmp_path / "lf").act([seen], [1])[0], load_policy(trained.folder).act([seen], [1])[0]
+    )

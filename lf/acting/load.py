@@ -91,30 +91,28 @@ def _of_run(path: Path, averaged: bool | None, say: Callable[[str], None]) -> Fo
     reader, skipped = newest(path)
     for one in skipped:
         say(f"skipped {one.path}: {one.reason}")
-    text = reader.meta.get("acting")
+    text, source = reader.meta.get("acting"), str(reader.path)
     if not isinstance(text, str):
-        raise ValueError(
-            f"{reader.path} does not say what its robot is (no `acting` in meta): its model is no robot policy, or an "
-            "older lf saved it; in that case train it for one step more with this lf (--steps)"
-        )
+        text, source = _beside(path), str(path / ACTING)
     kept = any(name.startswith(key(EMA, "")) for name in reader.names)
     if averaged and not kept:
         raise ValueError(f"{reader.path} has no average of the weights (optim.ema was 0); do not ask for it")
     chosen = bool(reader.meta.get("averaged")) if averaged is None else averaged
     return Found(
         start=from_checkpoint(path, reader, averaged=chosen),
-        facts=_facts(text, str(reader.path)),
+        facts=_facts(text, source),
         tokenizer=_tokenizer_of(path, reader),
         where=str(reader.path),
     )
 
 
 def _tokenizer_of(path: Path, reader: Reader) -> Tokenizer | None:
-    stated = reader.fact("tokenizer", dict)
-    if not stated:
+    # An import states no tokenizer, and has one where the imported folder had.
+    stated = reader.meta.get("tokenizer", {} if not (path / TOKENIZER).is_dir() else None)
+    if stated == {}:
         return None
     found = read_tokenizer(path / TOKENIZER)
-    if found.fingerprint != stated.get("sha256"):
+    if stated is not None and found.fingerprint != stated.get("sha256"):
         raise CheckpointError(f"{path / TOKENIZER} is not what {reader.path} was trained with; put its files back")
     return found
 
@@ -122,14 +120,20 @@ def _tokenizer_of(path: Path, reader: Reader) -> Tokenizer | None:
 def _of_export(path: Path, averaged: bool | None) -> Found:
     if averaged is not None:
         raise ValueError(f"{path} is no run folder, and has one set of weights; leave `averaged` out")
-    start, file = open_start(str(path), None), path / ACTING
+    start, facts = open_start(str(path), None), _facts(_beside(path), str(path / ACTING))
+    tokenizer = read_tokenizer(path) if any(path.glob("tokenizer*")) else None
+    return Found(start=start, facts=facts, tokenizer=tokenizer, where=str(path))
+
+
+def _beside(path: Path) -> str:
+    file = path / ACTING
     if not file.is_file():
         raise ValueError(
             f"{path} has no {ACTING}, which says how states and actions are scaled, which cameras there are and how "
-            "often the robot acts; give the run folder, the hf/ of a robot run, or put such a file there"
+            "often the robot acts; train the policy on the robot's data and give its run folder or hf/ (a run of an "
+            "older lf: for one step more), or put such a file there"
         )
-    tokenizer = read_tokenizer(path) if any(path.glob("tokenizer*")) else None
-    return Found(start=start, facts=_facts(read_text(file), str(file)), tokenizer=tokenizer, where=str(path))
+    return read_text(file)
 
 
 def _facts(text: str, source: str) -> ActingFacts:

@@ -60,7 +60,12 @@ def observed_row(facts: ActingFacts, prompt: Prompt | None, seen: Observation, i
     """
     check_observation(facts, seen)
     out: dict[str, Any] = {
-        "images": {name: np.moveaxis(seen.images[name], -1, 0) for name in facts.cameras if name in seen.images},
+        # torch takes no array that cannot be written to, as those of messages and of videos are.
+        "images": {
+            name: np.moveaxis(np.require(seen.images[name], requirements="W"), -1, 0)
+            for name in facts.cameras
+            if name in seen.images
+        },
         "image_mask": {name: name in seen.images for name in facts.cameras},
         "image_is_pad": {},
         "actions": np.zeros((facts.chunk, action_dims(facts)), np.float32),

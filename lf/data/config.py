@@ -128,7 +128,8 @@ class HfTokenizer(TokenizerConfig):
     """A Hugging Face tokenizer folder, or a `tokenizer.json`.
 
     What its own template adds to a text is left out: packed documents, and the prompts of `generate.py`, have no
-    begin-of-text token in front (Llama's `<|begin_of_text|>`); the end-of-text token alone parts them.
+    begin-of-text token in front (Llama's `<|begin_of_text|>`); the end-of-text token alone parts them. The prompts of
+    robot policies do have it, as openpi's and LeRobot's have PaliGemma's.
     """
 
     path: str

@@ -250,14 +250,15 @@ def open_lerobot(
 def make_prompt(text: Callable[[str, Floats], str] | None, tokenizer: Tokenizer | None, where: str) -> Prompt | None:
     """Returns what gives token ids, of the task alone without `text`; None without a tokenizer.
 
+    They begin as the tokenizer's template has it: Pi0.5 was trained with a begin-of-text token, by openpi and LeRobot.
     Raises ValueError where `text` is there and no tokenizer.
     """
     if tokenizer is None:
         if text is not None:
             raise ValueError(f"{where}: the model reads tasks as text, which needs a tokenizer; set tokenizer, or init")
         return None
-    encode, spell = tokenizer.encode_batch, text or (lambda task, state: task)
-    return lambda task, state: np.array(encode([spell(task, state)])[0], np.int64)
+    start, encode, spell = tokenizer.start, tokenizer.encode_batch, text or (lambda task, state: task)
+    return lambda task, state: np.array([*start, *encode([spell(task, state)])[0]], np.int64)
 
 
 def prompt_ids(prompt: Prompt, norms: Normalisers, task: str, state: Floats | None) -> NDArray[np.int64]:

@@ -405,6 +405,22 @@ def prompt(cfg: ModelConfig, task: str, state: np.ndarray) -> str:
     raise no_rule(prompt, cfg)
 
 
+Affine = tuple[Sequence[float], Sequence[float]]
+"""Shift and scale of each dim: a scaled number is (x - shift) / scale."""
+
+
+@functools.singledispatch
+def robot_files(
+    cfg: ModelConfig, config: Mapping[str, Any], state: Affine | None, actions: Affine, delta: bool
+) -> dict[str, bytes]:
+    """Returns files, by name, that other software needs beside the weights to run a robot policy.
+
+    `config` is the config.json of the export; a file of that name replaces it. `delta` says whether actions are
+    differences to the state.
+    """
+    return {}
+
+
 @functools.singledispatch
 def golden(cfg: ModelConfig, model: nn.Module, inputs: Mapping[str, Tensor], config: Mapping[str, Any]) -> Golden:
     """Returns what a public implementation recorded of such a model, computed by lf from its recorded inputs.

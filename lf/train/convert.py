@@ -19,7 +19,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from lf.config import load_classes, load_function, to_json
+from lf.config import from_json, load_classes, load_function, to_json
+from lf.data.acting import ActingFacts
 from lf.data.hf_tokenizer import FILES, read_tokenizer
 from lf.models import hf, weights
 from lf.models.hf_folder import HfFolder, open_folder
@@ -33,7 +34,7 @@ from lf.train.folder import SOURCE, TOKENIZER, write_files
 from lf.train.names import EMA, WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.shards import Piece
-from lf.train.start import export, from_checkpoint, newest, stated_shapes
+from lf.train.start import acting_files, export, from_checkpoint, newest, stated_shapes
 
 REPORT = "report.json"
 """File of a converted folder that accounts for every tensor."""
@@ -111,7 +112,10 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
     kept = src / TOKENIZER
     files = {name: (kept / name).read_bytes() for name in FILES if (kept / name).is_file()}
     eos = read_tokenizer(kept).eos if files and start.source is None else None
-    export(start.model, get, dst, source=start.source, files=files, eos=eos, write=True)
+    text = reader.meta.get("acting")
+    facts = from_json(text, source=str(reader.path), kind=ActingFacts) if isinstance(text, str) else None
+    beside = {**files, **acting_files(start.model, start.source, facts)}
+    export(start.model, get, dst, source=start.source, files=beside, eos=eos, write=True)
     made = open_folder(dst)
     rows = weights.report(fitted(table, made.names), made)
     write_files(dst, {REPORT: _json(rows)})

@@ -55,7 +55,7 @@ from lf.train.profile import check_window
 from lf.train.reader import Reader
 from lf.train.schedule import check_schedule
 from lf.train.sinks import check_sinks, last_evaluation, open_progress, open_sinks
-from lf.train.start import export, from_checkpoint, open_start
+from lf.train.start import acting_files, export, from_checkpoint, open_start
 from lf.train.state import Engine, Published, TrainState
 
 MOST_ROWS = 2**31
@@ -141,7 +141,8 @@ def open_job(
         say(f"resumed from {reader.path}")
     check_room(folder, engine.pieces(engine.state), 1, comm)
     kept = dict(start.source.files) if start.source else {}
-    check_target(folder / HF, [*kept, *inputs.tokenizer_files])
+    beside = {**inputs.tokenizer_files, **acting_files(start.model, start.source, acting_of(inputs.rows))}
+    check_target(folder / HF, [*kept, *beside])
 
     def write_folder() -> None:
         if reader is not None:
@@ -161,7 +162,7 @@ def open_job(
             engine.weights(state),
             folder / name,
             source=start.source,
-            files=inputs.tokenizer_files,
+            files=beside,
             eos=None if inputs.tokenizer is None else inputs.tokenizer.eos,
             write=comm.rank == 0,
         )

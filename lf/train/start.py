@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lf.config import code_of, from_json, load_classes, load_function
+from lf.config import code_of, from_json, load_classes, load_function, to_json
+from lf.data.acting import ActingFacts
 from lf.devices.device import Device
 from lf.models import hf, weights
-from lf.models.hf_folder import STEMS, open_folder
+from lf.models.hf_folder import STEMS, open_folder, parse_config
 from lf.models.hf_save import Source, load_source, save_folder
 from lf.models.layouts import fitted
-from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, weight_map
+from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, robot_files, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
 from lf.train.comm import process_group
-from lf.train.folder import SOURCE
+from lf.train.folder import ACTING, SOURCE
 from lf.train.names import EMA, WEIGHT, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.state import Published, initial_value
@@ -190,8 +191,9 @@ def export(
 ) -> None:
     """Writes the weights as a Hugging Face folder; every rank calls it, the one with `write` writes.
 
-    Keys, dtypes, files and config.json are the source's where there is one. `files` are the tokenizer's, and `eos` is
-    its end-of-text token, which a config.json that is made here names.
+    Keys, dtypes, files and config.json are the source's where there is one. `files` are the tokenizer's and those of
+    `acting_files`, and `eos` is
+    its end-of-text token, which a config.json that is made here names. A config.json among `files` is taken instead.
     """
     names = [kept.name for kept in source.tensors] if source else []
     tensors = weights.export(fitted(weight_map(model), names), get, source)
@@ -200,5 +202,30 @@ def export(
             pass
         return
     config = (source.config if source else b"") or hf.config_bytes(model, eos=eos)
-    kept = dict(source.files) if source else {}
-    save_folder(path, tensors, config=config, files={**kept, **files}, source=source)
+    kept = (
+        {name: content for name, content in source.files if ACTING not in files or not _scales(name)} if source else {}
+    )
+    ours = {**kept, **files}
+    config = ours.pop("config.json", config)
+    save_folder(path, tensors, config=config, files=ours, source=source)
+
+
+def _scales(name: str) -> bool:
+    """Returns whether a file scales a robot's numbers: that of another robot must not stay."""
+    return name == ACTING or name.startswith(("policy_preprocessor", "policy_postprocessor"))
+
+
+def acting_files(model: ModelConfig, source: Source | None, facts: ActingFacts | None) -> dict[str, bytes]:
+    """Returns what an export of a robot policy has besides weights and tokenizer, by name; nothing without `facts`."""
+    if facts is None or facts.normalisers.actions is None:
+        return {}
+    state, actions = facts.normalisers.state, facts.normalisers.actions
+    config = (source.config if source else b"") or hf.config_bytes(model)
+    more = robot_files(
+        model,
+        parse_config(Path("config.json"), config),
+        None if state is None else (state.shift, state.scale),
+        (actions.shift, actions.scale),
+        any(facts.normalisers.delta),
+    )
+    return {ACTING: to_json(facts).encode(), **more}
