@@ -18,7 +18,9 @@ from lf.acting.film import side_by_side, write_film
 from lf.acting.gym import GymMap, from_gym
 from lf.acting.libero import Libero, axis_angle, libero, observation
 from lf.acting.policy import Observation, Policy
+from lf.data.lerobot_record import write_dataset
 from lf.data.video import index_video
+from lf.models.embodied.pi05 import pi05_tiny
 from scripts import evaluate as script
 
 H, A = 4, 1
@@ -274,6 +276,49 @@ def test_the_script_says_what_is_wrong(
     file.write_text(WORLD)
     assert script.main([arg.replace("FILE", str(file)) for arg in args]) == 1
     assert message in capsys.readouterr().err
+
+
+ROBOT = """
+import attrs
+import lf
+from lf.models.embodied.pi05 import pi05_tiny
+
+cfg = lf.Run(
+    model=attrs.evolve(pi05_tiny, vocab=300, prompt=60, horizon=4),
+    tokenizer=lf.TrainedBpe(vocab=300),
+    data=lf.LeRobotData(
+        path="SET",
+        cameras=(lf.Camera(name=pi05_tiny.cameras[0], key="observation.images.top"),),
+        chunk=4,
+        max_prompt=60,
+    ),
+    batch=4,
+    parallel=lf.TorchParallel(micro_batch=4),
+    steps=2,
+)
+"""
+
+
+def test_the_policy_that_a_run_on_demonstrations_starts_from_acts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mujoco")
+    from lf.acting.demonstrate import demonstrations
+    from lf.acting.tabletop import Tabletop, tabletop
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    env = tabletop(Tabletop(image=32))
+    write_dataset(tmp_path / "set", demonstrations(env, range(2)), fps=env.fps)
+    file = tmp_path / "robot_of_table.py"
+    file.write_text(ROBOT.replace("SET", str(tmp_path / "set")))
+    told = []
+    for parallel in ("1", "3"):
+        args = ["--policy", "untrained", "--config", str(file), "--episodes", "3", "--parallel", parallel, "--json"]
+        assert script.main([*args, "--cameras", f"top={pi05_tiny.cameras[0]}"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert [one["seed"] for one in told[0]["per_episode"]] == [0, 1, 2]
+    assert 60 in [one["steps"] for one in told[0]["per_episode"]]  # it has learnt nothing
+    assert told[0] == told[1]
 
 
 def gym_world(**changes: Any) -> Any:
