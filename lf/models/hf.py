@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lf.models import spec
-from lf.models.hf_folder import open_folder, parse_config
+from lf.models.hf_folder import STEMS, open_folder, parse_config
 
 Reader = Callable[[Mapping[str, Any]], spec.ModelConfig]
 """A function from the fields of a config.json to a model."""
@@ -86,6 +86,11 @@ def config_bytes(cfg: spec.ModelConfig, original: bytes = b"", eos: int | None =
         return original
     merged = stated | {key: value for key, value in ours.items() if key not in TOKEN_IDS}
     return original if merged == stated else _dump(merged)
+
+
+def stem(cfg: spec.ModelConfig) -> str:
+    """Returns how the weight files of an export without a source start: as transformers' do, or diffusers'."""
+    return STEMS[1] if "_class_name" in spec.hf_config(cfg) else STEMS[0]
 
 
 def _other_layout(stated: Mapping[str, Any], cfg: spec.ModelConfig) -> bool:

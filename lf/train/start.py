@@ -197,4 +197,4 @@ def export(
         return
     config = (source.config if source else b"") or hf.config_bytes(model, eos=eos)
     kept = dict(source.files) if source else {}
-    save_folder(path, tensors, config=config, files={**kept, **files}, source=source)
+    save_folder(path, tensors, config=config, files={**kept, **files}, source=source, stem=hf.stem(model))
