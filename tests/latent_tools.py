@@ -12,9 +12,30 @@ from lf.data.source import DataCtx, Row, open_data
 from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.diffusion.latent import LatentModel, Space, fake_rows
-from lf.models.diffusion.qwen_image import qwen_image_tiny
-from lf.models.diffusion.wan import wan_tiny
+from lf.models.diffusion.qwen_image import QwenImage, qwen_image_tiny
+from lf.models.diffusion.wan import Wan, wan_tiny
 from lf.models.spec import Batch, Ctx
+
+
+@attrs.frozen(kw_only=True)
+class RandomWan(Wan):
+    """Its first weights are random, so that every tensor has a gradient in the first step."""
+
+
+@attrs.frozen(kw_only=True)
+class RandomQwenImage(QwenImage):
+    """The same of the other family."""
+
+
+@spec.init_rules.register
+def _(cfg: RandomWan | RandomQwenImage) -> tuple[spec.InitRule, ...]:
+    ones = spec.InitRule(pattern="*norm*.weight", kind="ones")
+    return (ones, spec.InitRule(pattern="*", kind="normal", std=0.3))
+
+
+def random_first(cfg: LatentModel) -> LatentModel:
+    kind = RandomWan if isinstance(cfg, Wan) else RandomQwenImage
+    return kind(**{field.name: getattr(cfg, field.name) for field in attrs.fields(type(cfg))})
 
 
 def tiny(cfg: LatentModel, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -162,20 +162,20 @@ def modulate(x_TW: Tensor, shift_RW: Tensor, scale_RW: Tensor, runs: tuple[int, 
 
     Runs are taken one by one, or all at once where they are equally long: no tensor of every token's scale is made.
     """
-    return _by_run(lambda x, shift, scale: torch.addcmul(shift, x, 1.0 + scale), (x_TW,), (shift_RW, scale_RW), runs)
+    factor_RW = 1.0 + scale_RW
+    if len(set(runs)) == 1:
+        x = x_TW.unflatten(0, (len(runs), -1))
+        return torch.addcmul(shift_RW[:, None], x, factor_RW[:, None]).flatten(0, 1)
+    parts = zip(x_TW.split(runs), shift_RW, factor_RW, strict=True)
+    return torch.cat([torch.addcmul(shift, x, factor) for x, shift, factor in parts])
 
 
 def add_gated(x_TW: Tensor, branch_TW: Tensor, gate_RW: Tensor, runs: tuple[int, ...]) -> Tensor:
-    """Returns x + branch * gate, each run of tokens with its own gate."""
-    return _by_run(torch.addcmul, (x_TW, branch_TW), (gate_RW,), runs)
-
-
-def _by_run(function: Any, tokens: Sequence[Tensor], params: Sequence[Tensor], runs: tuple[int, ...]) -> Tensor:
-    if len(set(runs)) == 1:
-        split = (t.unflatten(0, (len(runs), -1)) for t in tokens)
-        return function(*split, *(p[:, None] for p in params)).flatten(0, 1)
-    rows = zip(*(t.split(runs) for t in tokens), *(p.unbind() for p in params), strict=True)
-    return torch.cat([function(*row) for row in rows])
+    """Returns x + branch * gate, each run of tokens with its own gate; a tensor of its own, as FSDP wants of a unit."""
+    if len(runs) == 1:
+        return torch.addcmul(x_TW, branch_TW, gate_RW)
+    parts = zip(x_TW.split(runs), branch_TW.split(runs), gate_RW, strict=True)
+    return torch.cat([torch.addcmul(x, branch, gate) for x, branch, gate in parts])
 
 
 def plain_norm(x_TW: Tensor, eps: float) -> Tensor:
