@@ -358,7 +358,11 @@ def _with_captions(batch: spec.Batch, dropped: tuple[bool, ...]) -> spec.Batch:
 
 
 def check_data(cfg: LatentModel, data: Mapping[str, int]) -> None:
-    """Raises ValueError where facts of the data are not the model's: `channels`, `text_dim`, `text_length`, ..."""
+    """Raises ValueError where facts of the data are not the model's.
+
+    A source may state `channels` of its latents, `condition_channels`, `text_dim`, `image_dim`, and `text_length`, the
+    most embeddings of a caption; what it does not state is found row by row.
+    """
     space = cfg.space
     wanted = {
         "channels": (space.channels, "encode it with the model's own VAE"),
