@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lf
+from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import parameters
@@ -61,6 +62,22 @@ def test_the_table_of_robot_families_names_every_preset(kind: str) -> None:
     named = [name for name, value in values if isinstance(value, ModelConfig) and not name.endswith("tiny")]
     assert named
     assert re.findall(r"`(\w+)`", row) == [kind, *named]
+
+
+DIFFUSION = {reader.partition(":")[0] for reader in READERS.values() if ".diffusion." in reader}
+
+
+@pytest.mark.parametrize("path", sorted(DIFFUSION))
+def test_the_table_of_diffusion_families_names_every_kind_and_preset(path: str) -> None:
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{path}.")]
+    kinds = [kind for kind, reader in READERS.items() if reader.startswith(f"{path}:")]
+    values = vars(importlib.import_module(path)).items()
+    presets = [(name, cfg) for name, cfg in values if isinstance(cfg, ModelConfig) and not name.endswith("tiny")]
+    assert presets
+    assert re.findall(r"`(\w+)`", row) == [*kinds, *(name for name, _ in presets)]
+    meta = spec.Ctx(device=cpu, meta=True)
+    sizes = [sum(p.numel() for p in spec.build_model(cfg, meta).parameters()) / 1e9 for _, cfg in presets]
+    assert re.findall(r"` (\d+\.\d\d)", row) == [f"{size:.2f}" for size in sizes]
 
 
 def test_the_config_of_the_readme_trains_with_the_flags_it_shows(tmp_path: Path) -> None:

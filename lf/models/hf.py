@@ -1,5 +1,6 @@
 """Hugging Face folders as models: which reader reads which config.json, and what an export's config.json is."""
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lf.models import spec
-from lf.models.hf_folder import parse_config
+from lf.models.hf_folder import STEMS, open_folder, parse_config
 
 Reader = Callable[[Mapping[str, Any]], spec.ModelConfig]
 """A function from the fields of a config.json to a model."""
@@ -24,13 +25,26 @@ READERS: Mapping[str, str] = {
     "qwen3": "lf.models.llm.qwen:from_hf",
     "qwen3_moe": "lf.models.llm.qwen_moe:from_hf",
     "pi05": "lf.models.embodied.pi05:from_hf",
+    "WanTransformer3DModel": "lf.models.diffusion.wan:from_hf",
+    "WanModel": "lf.models.diffusion.wan:from_original",
+    "QwenImageTransformer2DModel": "lf.models.diffusion.qwen_image:from_hf",
 }
 """What a config.json says it is, and the function that reads it."""
 
-_KINDS = ("model_type", "_class_name", "type", "model")
-"""Where transformers, diffusers, LeRobot and golden folders say what a model is."""
+_KINDS = ("_class_name", "reference_class", "model_type", "type", "model")
+"""Where diffusers, golden folders, transformers and LeRobot say what a model is; Wan's own release has the first, and a
+`model_type` that says what the model does."""
+
+_OPEN = ("WanModel",)
+"""Kinds whose config.json leaves something open that the names of the tensors say."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@functools.singledispatch
+def settled(cfg: spec.ModelConfig, names: tuple[str, ...]) -> spec.ModelConfig:
+    """Returns the model of a folder with the tensors `names`, where its config.json alone leaves something open."""
+    return cfg
 
 
 def read_config(folder: str | Path, reader: Reader | None = None) -> spec.ModelConfig:
@@ -43,6 +57,8 @@ def read_config(folder: str | Path, reader: Reader | None = None) -> spec.ModelC
     config = parse_config(file, file.read_bytes())
     try:
         cfg = (reader or _known_reader(config))(config)
+        if reader is None and _kind(config) in _OPEN:
+            cfg = settled(cfg, open_folder(file.parent).names)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -61,12 +77,28 @@ def config_bytes(cfg: spec.ModelConfig, original: bytes = b"", eos: int | None =
     """
     ours = spec.hf_config(cfg)
     stated = parse_config(Path("config.json"), original) if original else {}
+    if _other_layout(stated, cfg):
+        # Weights keep the names of their layout, whose config.json states their sizes.
+        return original
     if not stated or _kind(stated) != _kind(ours):
         return _dump(ours | {key: stated.get(key, eos) for key in TOKEN_IDS if key in ours})
     if _kind(ours) in READERS and spec.hf_config(_known_reader(stated)(stated)) == ours:
         return original
     merged = stated | {key: value for key, value in ours.items() if key not in TOKEN_IDS}
     return original if merged == stated else _dump(merged)
+
+
+def stem(cfg: spec.ModelConfig) -> str:
+    """Returns how the weight files of an export without a source start: as transformers' do, or diffusers'."""
+    return STEMS[1] if "_class_name" in spec.hf_config(cfg) else STEMS[0]
+
+
+def _other_layout(stated: Mapping[str, Any], cfg: spec.ModelConfig) -> bool:
+    """Returns whether a config.json is that of another published layout of the model's family."""
+    kind = _kind(stated)
+    if not isinstance(kind, str) or kind not in _OPEN:
+        return False
+    return type(_known_reader(stated)(stated)) is type(cfg)
 
 
 def _dump(config: Mapping[str, Any]) -> bytes:

@@ -6,7 +6,10 @@ the public model by the names of its forward, `labels` (unshifted, -100 ignored)
 `mtp_logits`, `mtp_loss` and `total_loss`, and the gradients are those of the total.
 
 One of a robot or video model has `weights.safetensors`, `inputs.safetensors` with all random draws, and
-`outputs.safetensors`: what the family's rule of `golden` names, `grad.<checkpoint key>` and `gradnorm.<key>`.
+`outputs.safetensors`: what the family's rule of `golden` names, `grad.<checkpoint key>`, `gradnorm.<key>` and
+`gradnorm_total`, the norm of all. In a
+checkpoint folder of such a model `io.safetensors` holds both inputs and outputs, of which `sample` and `loss` are known
+by their names.
 """
 
 import json
@@ -31,6 +34,7 @@ from lf.models.spec import (
     ModelConfig,
     forward,
     golden,
+    has_rule,
     loss_coefficients,
     loss_terms,
     loss_weights,
@@ -39,7 +43,7 @@ from lf.models.spec import (
 )
 from lf.parallel.megatron import placements
 from lf.terminal import say
-from lf.train.start import load_model, open_start
+from lf.train.start import Start, load_model, open_start
 from lf.train.step import weighted_loss
 
 TOLERANCES = {
@@ -54,6 +58,8 @@ TOLERANCES = {
 
 RECORDED = {"outputs": 2e-5, "grads": 5e-5}
 """The same of a robot or video model."""
+
+_OUTPUTS = ("sample", "loss")
 
 ZERO = 1e-7
 """A reference that is nowhere larger is compared absolutely: it is an analytic zero."""
@@ -98,6 +104,9 @@ def compare(folder: Path, ctx: Ctx) -> Parity:
         return _compare_recorded(folder, Ctx(device=ctx.device))
     start = open_start(str(folder), None)
     recorded = load_file(folder / "io.safetensors", device=ctx.device.torch_type)
+    if has_rule(golden, start.model):
+        outputs = {name: value for name, value in recorded.items() if name in _OUTPUTS or name.startswith("grad.")}
+        return _compare_all(folder, start, Ctx(device=ctx.device), recorded, outputs)
     model = load_model(start, ctx)
     outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, ctx)
     return judge(folder, recorded, outputs, grads)
@@ -124,10 +133,17 @@ def judge(
 
 def _compare_recorded(folder: Path, ctx: Ctx) -> Parity:
     start = open_start(str(folder), None, stems=("weights",))
-    model = load_model(start, ctx)
     inputs, recorded = (
         load_file(folder / f"{name}.safetensors", device=ctx.device.torch_type) for name in ("inputs", "outputs")
     )
+    return _compare_all(folder, start, ctx, inputs, recorded)
+
+
+def _compare_all(
+    folder: Path, start: Start, ctx: Ctx, inputs: Mapping[str, Tensor], recorded: Mapping[str, Tensor]
+) -> Parity:
+    """Returns how far what `golden` makes of the inputs is from all that was recorded."""
+    model = load_model(start, ctx)
     file = folder / "config.json"
     made = golden(start.model, model, inputs, parse_config(file, file.read_bytes()))
     made.loss.backward()
@@ -141,15 +157,22 @@ def _compare_recorded(folder: Path, ctx: Ctx) -> Parity:
     grads = dict(weights.export(fitted(weight_map(start.model), names), grad_of))
     found = {f"grad.{name}": grad for name, grad in grads.items()}
     found |= {f"gradnorm.{name}": grad.norm() for name, grad in grads.items()}
+    total = torch.stack([grad.double().norm() for grad in grads.values()]).norm()
+    results = {**made.outputs, "gradnorm_total": total}
     outputs = {name: value for name, value in recorded.items() if not name.startswith(("grad.", "gradnorm."))}
     wanted = {name: value for name, value in recorded.items() if name not in outputs}
     return Parity(
         folder=str(folder),
         family=type(start.model).__name__.lower(),
-        outputs={name: difference(made.outputs.get(name), value) for name, value in outputs.items()},
+        outputs={name: difference(_like(results.get(name), value), value) for name, value in outputs.items()},
         grads={name.removeprefix("grad."): difference(found.get(name), value) for name, value in wanted.items()},
         limits=RECORDED,
     )
+
+
+def _like(value: Tensor | None, reference: Tensor) -> Tensor | None:
+    """Returns a single number in the shape in which it was recorded; other tensors as they are."""
+    return value.reshape(reference.shape) if value is not None and value.numel() == reference.numel() == 1 else value
 
 
 def _valid(value: Tensor, mask: Tensor | None) -> Tensor:

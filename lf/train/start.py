@@ -217,7 +217,7 @@ def export(
     )
     ours = {**kept, **files}
     config = ours.pop("config.json", config)
-    save_folder(path, tensors, config=config, files=ours, source=source)
+    save_folder(path, tensors, config=config, files=ours, source=source, stem=hf.stem(model))
 
 
 def _scales(name: str) -> bool:
