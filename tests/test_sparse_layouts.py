@@ -170,6 +170,16 @@ def test_what_depends_on_micro_batches_is_equal_on_equal_ones(
     assert_equal(workers.run(world, one_step, "softmax", parallel, changes), expected)
 
 
+def test_the_global_loss_is_equal_at_equal_data_parallel_degrees(workers: Workers) -> None:
+    changes = {"balance": "global", "balance_coef": 0.1}
+    spread = P(micro_batch=2)
+    expected, _ = workers.run(2, one_step, "softmax", spread, changes)
+    assert_equal(workers.run(2, one_step, "softmax", attrs.evolve(spread, ep=2), changes), expected)
+    # What it depends on: the loads that are known when a micro-batch's turn comes.
+    (alone,) = workers.run(1, one_step, "softmax", spread, changes)
+    assert alone[3]["balance"] != pytest.approx(expected[3]["balance"], rel=1e-4)
+
+
 def test_a_router_loss_is_logged_without_its_coefficient(workers: Workers) -> None:
     once, twice = (
         workers.run(1, one_step, "softmax", P(), {"balance_coef": coef, "z_coef": 0.0})[0] for coef in (0.02, 0.04)
