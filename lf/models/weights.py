@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -44,6 +44,10 @@ class Piece:
     """Extent of the box, in lf's dimensions."""
     axes: Shape
     """The lf dimension of each HF dimension."""
+
+
+_Boxes = tuple[Piece, tuple[slice, ...], Shape, Shape]
+"""What `_boxes` gives."""
 
 
 @attrs.frozen
@@ -293,7 +297,61 @@ def read(
     rule = weights.by_lf[placed.name]
     stored = stored_dtype(rule, folder)
     out = torch.zeros(held_shape(placed), dtype=dtype if dtype is not None and stored.is_floating_point else stored)
-    every = pieces(rule, placed.shape)
+    for piece, box, local, size in _boxes(pieces(rule, placed.shape), placed):
+        out[_box(local, size)] = _as_lf(piece, folder.read(piece.hf, box), size)
+    return out
+
+
+def differing(
+    weights: WeightMap, folder: HfFolder, placed: Placed, value: Tensor, share: tuple[int, int] = (0, 1)
+) -> list[str]:
+    """Returns the duplicates that differ from `value`, what `read` gives for `placed`, padded or not.
+
+    Reads nothing but duplicates, a few rows at a time: part `share[0]` of `share[1]` of their rows, where as many ranks
+    hold the same boxes.
+    """
+    rule = weights.by_lf[placed.name]
+    stored = [each for each in weights.rules if isinstance(each, Duplicate) and each.hf in folder.entries]
+    doubles = [each for each in stored if each.of in hf_names(rule)]
+    found = []
+    for double in doubles:
+        every = [piece for piece in pieces(rule, placed.shape) if piece.hf == double.of]
+        if not all(
+            _same(folder.read(double.hf, box), value[_box(local, size)], piece, size)
+            for piece, box, local, size in _cut(_boxes(every, placed), share)
+        ):
+            found.append(f"{double.hf} and {double.of} in {folder.path}")
+    return found
+
+
+def _cut(boxes: Iterable[_Boxes], share: tuple[int, int]) -> Iterator[_Boxes]:
+    """Gives one of `share[1]` equal shares of boxes, a few rows at a time."""
+    number, count = share
+    for piece, box, local, size in boxes:
+        if not box:
+            if number == 0:
+                yield piece, box, local, size
+            continue
+        axis = piece.axes[0]
+        rows, few = size[axis], max(1, _COMPARED * size[axis] // max(1, math.prod(size)))
+        stop = rows * (number + 1) // count
+        for first in range(rows * number // count, stop, few):
+            extent, start = min(few, stop - first), box[0].start + first
+            yield (
+                piece,
+                (slice(start, start + extent), *box[1:]),
+                (*local[:axis], local[axis] + first, *local[axis + 1 :]),
+                (*size[:axis], extent, *size[axis + 1 :]),
+            )
+
+
+def _same(double: Tensor, value: Tensor, piece: Piece, size: Shape) -> bool:
+    wide = torch.promote_types(double.dtype, value.dtype)
+    return torch.equal(_as_lf(piece, double, size).to(wide), value.to(wide))
+
+
+def _boxes(every: Iterable[Piece], placed: Placed) -> Iterator[_Boxes]:
+    """Gives what pieces have in common with a rank's boxes: slices of the HF tensor, first index here, extent in lf."""
     for part in placed.parts:
         for piece in every:
             at, size = _overlap(part, piece)
@@ -304,8 +362,7 @@ def read(
                     for first, axis in zip(piece.hf_at, piece.axes, strict=True)
                 )
                 local = tuple(mine + a - p for mine, a, p in zip(part.local, at, part.at, strict=True))
-                out[_box(local, size)] = _as_lf(piece, folder.read(piece.hf, box), size)
-    return out
+                yield piece, box, local, size
 
 
 def lf_shapes(weights: WeightMap, folder: HfFolder) -> dict[str, Shape]:
@@ -318,14 +375,15 @@ def check(
     weights: WeightMap,
     folder: HfFolder,
     shapes: Mapping[str, Shape] | None = None,
-    share: tuple[int, int] = (0, 1),
+    compare: bool = True,
 ) -> None:
     """Raises ValueError unless the folder and the model account for each other, tensor by tensor.
 
     `shapes` are the global shapes of all lf tensors of the model; None takes what the folder makes of them. Every HF
     tensor must be claimed by a rule, every rule find its HF tensors, every lf tensor have its rule, every shape agree,
-    every dtype be one that holds plain values and every stored duplicate equal its original. Reads nothing but
-    duplicates, a few rows at a time: part `share[0]` of `share[1]` of their rows, where ranks divide the work.
+    every dtype be one that holds plain values and, with `compare`, every stored duplicate equal its original. Reads
+    nothing but duplicates and their originals, a few rows at a time; `differing` spares those who read originals
+    anyway to read them twice.
     """
     model = lf_shapes(weights, folder) if shapes is None else shapes
     names = set(folder.names)
@@ -361,9 +419,10 @@ def check(
         "stored twice with different values": [
             f"{rule.hf} and {rule.of}"
             for rule in weights.rules
-            if isinstance(rule, Duplicate)
+            if compare
+            and isinstance(rule, Duplicate)
             and {rule.hf, rule.of} <= names
-            and not _equal(folder, rule.hf, rule.of, share)
+            and not _equal(folder, rule.hf, rule.of)
         ],
     }
     if any(faults.values()):
@@ -531,18 +590,17 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, stored: torch.dt
     return cast
 
 
-def _equal(folder: HfFolder, one: str, other: str, share: tuple[int, int]) -> bool:
-    """Returns whether two tensors are equal in one of `share[1]` equal shares of their rows."""
+def _equal(folder: HfFolder, one: str, other: str) -> bool:
+    """Returns whether two tensors are equal; reads them a few rows at a time."""
     if folder.shape(one) != folder.shape(other):
         return False
     if not folder.shape(one):
         return torch.equal(folder.read(one), folder.read(other))
-    (rows, *rest), (number, count) = folder.shape(one), share
+    rows, *rest = folder.shape(one)
     wide = torch.promote_types(folder.dtype(one), folder.dtype(other))
     few = max(1, _COMPARED // max(1, math.prod(rest)))
-    start, stop = rows * number // count, rows * (number + 1) // count
-    for first in range(start, stop, few):
-        box = (slice(first, min(first + few, stop)), *(slice(0, extent) for extent in rest))
+    for first in range(0, rows, few):
+        box = (slice(first, min(first + few, rows)), *(slice(0, extent) for extent in rest))
         if not torch.equal(folder.read(one, box).to(wide), folder.read(other, box).to(wide)):
             return False
     return True

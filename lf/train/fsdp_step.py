@@ -58,7 +58,7 @@ def _spread(
     held = named_tensors(model)
     check_names(cfg, held)
     if published is not None:
-        published.check({name: tuple(tensor.shape) for name, tensor in held.items()}, (0, 1))
+        published.check({name: tuple(tensor.shape) for name, tensor in held.items()}, True)
     check_parts(run.optim, dict(model.named_parameters()).keys())
     freeze(model.named_parameters(), run.optim)
     prepare(model, cfg, ctx, parallel, say)

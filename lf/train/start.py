@@ -60,7 +60,9 @@ def open_start(init: str, model: ModelConfig | None, family: str = "", stems: Se
     return Start(
         model=found,
         published=Published(
-            check=functools.partial(weights.check, table, folder), read=functools.partial(weights.read, table, folder)
+            check=functools.partial(weights.check, table, folder),
+            read=functools.partial(weights.read, table, folder),
+            differing=functools.partial(weights.differing, table, folder),
         ),
         source=_restated(weights.remember(table, folder), model),
     )
@@ -95,7 +97,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
     found = model if model is not None else _saved_model(folder, reader)
 
-    def check(shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> None:
+    def check(shapes: Mapping[str, tuple[int, ...]], compare: bool) -> None:
         saved = weight_shapes(reader)
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
@@ -105,7 +107,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     source = folder / SOURCE
     return Start(
         model=found,
-        published=Published(check=check, read=functools.partial(_read, reader)),
+        published=Published(check=check, read=functools.partial(_read, reader), differing=lambda *_: []),
         source=_restated(load_source(source), model) if source.is_dir() else None,
     )
 
@@ -148,7 +150,7 @@ def load_model(start: Start, ctx: Ctx) -> nn.Module:
     assert start.published is not None
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     held = _held(model, ctx)
-    start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
+    start.published.check({placed.name: placed.shape for _, placed in held}, True)
     with torch.no_grad():
         for tensor, placed in held:
             tensor.copy_(initial_value(start.model, 0, placed, tensor, start.published))
