@@ -51,9 +51,8 @@ def test_the_cpu_tells_its_memory() -> None:
     held = torch.ones(20_000_000)
     after = cpu.memory()
     assert before.total is not None
-    assert before.used < before.total
-    assert after.used - before.used > 0.9 * held.nbytes
-    assert after.peak >= after.used
+    assert held.nbytes < after.peak < before.total
+    assert after.peak >= before.peak
     cpu.synchronize()
     cpu.set_local_rank(3)
     assert torch.device(cpu.torch_type).type == "cpu"
@@ -95,7 +94,7 @@ def test_kunlun_without_its_runtime_is_refused() -> None:
         detect("kunlun")
 
 
-@pytest.mark.parametrize("capability", ["fp8", "transformer_engine"])
+@pytest.mark.parametrize("capability", ["fused_kernels", "transformer_engine"])
 @pytest.mark.parametrize("device", [kunlun, cpu])
 def test_what_a_device_lacks_is_refused(device: Device, capability: str) -> None:
     with pytest.raises(ValueError, match=f"{capability} is not available on {device.name} .* take bfloat16"):
@@ -188,9 +187,7 @@ def test_the_peak_of_another_card_is_not_guessed(card: str) -> None:
 
 def test_capabilities_follow_compute_capability_and_packages(site: Path) -> None:
     assert "bf16" not in cuda_capabilities((7, 5))
-    assert {"bf16", "streams"} <= cuda_capabilities((8, 0))
-    assert "fp8" not in cuda_capabilities((8, 6))
-    assert "fp8" in cuda_capabilities((8, 9))
+    assert "bf16" in cuda_capabilities((8, 0))
     package(site, "transformer_engine", "raise RuntimeError('must not be imported')")
     assert "transformer_engine" in cuda_capabilities((9, 0))
     assert "transformer_engine" not in cuda_capabilities((7, 0))
@@ -202,7 +199,7 @@ def test_a_cuda_machine_is_described_by_its_card(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     device = detect()
     assert (device.name, device.torch_type, device.backend) == ("cuda", "cuda", "nccl")
-    assert {"bf16", "fp8", "streams"} <= device.capabilities
+    assert "bf16" in device.capabilities
     assert device.peak("bfloat16") == 989.5e12
 
 
@@ -213,4 +210,4 @@ def test_a_real_card() -> None:
     held = torch.ones(1_000_000, device="cuda")
     device.synchronize()
     memory = device.memory()
-    assert held.nbytes <= memory.used <= memory.peak <= memory.total
+    assert held.nbytes <= memory.peak <= memory.total

@@ -9,8 +9,6 @@ import attrs
 class Memory:
     """Memory of one device, in bytes."""
 
-    used: int
-    """Allocated now."""
     peak: int
     """Most that was allocated since the start."""
     total: int | None
@@ -40,7 +38,7 @@ class Device:
     backend: str
     """Collective backend of torch.distributed."""
     capabilities: frozenset[str] = frozenset()
-    """What it can do: `bf16`, `fp8`, `transformer_engine`, `fused_kernels`, `streams`."""
+    """What it can do: `bf16`, `fused_kernels`, `transformer_engine`."""
     peak_flops: tuple[tuple[str, float], ...] = ()
     """Dense peak in FLOP/s by dtype name; empty where it is not known."""
     env: tuple[EnvVar, ...] = ()
