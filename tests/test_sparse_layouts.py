@@ -196,11 +196,12 @@ def test_a_router_loss_is_logged_without_its_coefficient(workers: Workers) -> No
 
 
 WALK = [
-    (2, P(tp=2, ep=2, micro_batch=4)),
+    (4, P(tp=2, pp=2, ep=2, micro_batch=4)),
     (1, P(micro_batch=4)),
+    (2, P(micro_batch=4)),
     (2, P(ep=2, micro_batch=4)),
-    (2, P(pp=2, micro_batch=4)),
     (2, P(cp=2, ep=2, micro_batch=4)),
+    (4, P(pp=4, micro_batch=4)),
 ]
 
 
