@@ -275,7 +275,7 @@ def test_a_copy_is_that_of_its_moment_and_a_failure_to_make_it_is_told_to_all() 
 def test_a_host_without_memory_for_the_copies_of_its_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [box_piece("a", torch.zeros(25))]
     for total, fits in ((2 * 1100, True), (2 * 1100 - 1, False), (None, True)):
-        memory = Memory(peak=1000, total=total)
+        memory = Memory(used=10, peak=1000, total=total)
         monkeypatch.setattr(background, "cpu", attrs.evolve(cpu, memory=lambda memory=memory: memory))
         for answer in on_ranks(2, lambda comm: check_memory(pieces, comm)):
             assert (answer is None) == fits
@@ -287,7 +287,7 @@ def test_a_host_without_memory_for_the_copies_of_its_ranks_is_told(monkeypatch: 
 def crowded(run: lf.Run, folder: Path) -> str:
     job = open_job(run, folder, (), cpu, checkpoint.distributed(), lambda text: None)
     true = background.cpu
-    background.cpu = attrs.evolve(cpu, memory=lambda: Memory(peak=1, total=2))
+    background.cpu = attrs.evolve(cpu, memory=lambda: Memory(used=1, peak=1, total=2))
     try:
         train(job)
     except CheckpointError as error:

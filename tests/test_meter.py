@@ -27,7 +27,7 @@ REPORT = StepReport(
     tokens_per_second=12431.2,
     tflops=412.3,
     mfu=0.4168,
-    memory=Memory(peak=int(61.2 * 2**30), total=int(79.1 * 2**30)),
+    memory=Memory(used=2**30, peak=int(61.2 * 2**30), total=int(79.1 * 2**30)),
     data_wait=0.0124,
     eta=3 * 3600 + 12 * 60 + 20,
     seconds=1.25,
@@ -40,7 +40,7 @@ def timing(seconds: float, data: float = 0.0, tokens: int = 0, flops: float = 0.
 
 def report(window: tuple[Timing, ...], last: Timing, **given: object) -> StepReport:
     args = {"step": 4, "steps": 10, "loss": 1.0, "terms": {}, "grad_norm": 1.0, "lr": 0.1, "tokens": 9, "devices": 2}
-    memory = Memory(peak=2, total=None)
+    memory = Memory(used=1, peak=2, total=None)
     return report_step(window, last, **{**args, "peak": 1e12, "memory": memory, **given})
 
 
@@ -60,7 +60,7 @@ def test_what_is_unknown_is_not_zero() -> None:
         tflops=None,
         mfu=None,
         eta=None,
-        memory=Memory(peak=2**29, total=None),
+        memory=Memory(used=1, peak=2**29, total=None),
     )
     assert line(unknown, 10000) == (
         "step  1200/10000  loss nan (lm 2.0000 balance 0.0123)  gnorm 0.812  lr 3.0e-04  tok/s/dev n/a  TFLOP/s n/a  "

@@ -3,14 +3,18 @@
 import os
 import resource
 import sys
+from pathlib import Path
 
 from lf.devices.device import Device, Memory
 
 
 def _memory() -> Memory:
+    page = os.sysconf("SC_PAGE_SIZE")
     # getrusage counts in bytes on macOS and in KiB elsewhere.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Memory(peak=peak, total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    statm = Path("/proc/self/statm")
+    used = int(statm.read_text().split()[1]) * page if statm.exists() else peak
+    return Memory(used=used, peak=max(peak, used), total=os.sysconf("SC_PHYS_PAGES") * page)
 
 
 def _synchronize() -> None:

@@ -55,6 +55,7 @@ def cuda_memory() -> Memory:
     import torch
 
     return Memory(
+        used=torch.cuda.memory_allocated(),
         peak=torch.cuda.max_memory_allocated(),
         total=torch.cuda.mem_get_info()[1],
     )

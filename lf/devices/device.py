@@ -9,6 +9,8 @@ import attrs
 class Memory:
     """Memory of one device, in bytes."""
 
+    used: int
+    """Allocated now."""
     peak: int
     """Most that was allocated since the start."""
     total: int | None
