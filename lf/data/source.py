@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from lf.data.acting import ActingFacts, acting_facts
 from lf.data.cache import key_of
 from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
@@ -63,6 +64,8 @@ class DataCtx:
     """Where the config stands in the run, as errors name it."""
     normalisers: Normalisers | None = None
     """Normalisers of robot data to use (those of training, when held-out data is opened); None takes the config's."""
+    training: bool = True
+    """Whether the rows are trained on: pictures of others are never changed at random."""
 
 
 @attrs.frozen(kw_only=True)
@@ -107,13 +110,21 @@ def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
 
 def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
     prompt = make_prompt(ctx.prompt, ctx.tokenizer, ctx.path)
-    return open_lerobot(cfg, prompt=prompt, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+    return open_lerobot(
+        cfg, prompt=prompt, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path, training=ctx.training
+    )
 
 
 def normalisers_of(rows: Rows) -> Normalisers | None:
     """Returns the normalisers that all robot data of a source is scaled by; None where it has none."""
     parts = _robots(rows)
     return parts[0].normalisers if parts else None
+
+
+def acting_of(rows: Rows) -> ActingFacts | None:
+    """Returns what acting needs to know of a source of robot data; None where it has none."""
+    parts = _robots(rows)
+    return acting_facts(parts) if parts else None
 
 
 def _robots(rows: Rows) -> list[LeRobotRows]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.embodied import pi05_config, pi05_golden, robot
+from lf.models.embodied.lerobot_files import lerobot_files
 from lf.models.embodied.pi05_model import CAMERAS, Pi05, Pi05Model, euler, noisy
 from lf.models.layers.gemma import Gemma, tower_flops
 from lf.models.layouts import Alias, Prefix
@@ -100,6 +101,13 @@ def _(cfg: Pi05, task: str, state: np.ndarray) -> str:
     """The format is openpi's (`PaligemmaTokenizer` with a discrete state)."""
     text = task.strip().replace("_", " ").replace("\n", " ")
     return f"Task: {text}, State: {' '.join(map(str, robot.state_bins(state)))};\nAction: "
+
+
+@spec.robot_files.register
+def _(
+    cfg: Pi05, config: Mapping[str, Any], state: spec.Affine | None, actions: spec.Affine, delta: bool
+) -> dict[str, bytes]:
+    return lerobot_files(config, cfg.prompt, state, actions, delta)
 
 
 @spec.golden.register

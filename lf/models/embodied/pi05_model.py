@@ -206,3 +206,7 @@ def euler(
         velocities = [*velocities[:1], v]
         time = time + dt
     return Sampled(actions=x, times=torch.stack(times), first=velocities[0], last=velocities[-1])
+
+
+# A config that is read back from JSON imports this file alone, and needs the family's rules.
+import lf.models.embodied.pi05  # noqa: E402, F401

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 import torch
-import torch.nn.functional as F
 from attrs.validators import ge, gt
 from torch import Tensor
 
 from lf.models.initialise import seed_of
+from lf.models.pictures import resize_with_pad
 from lf.models.spec import Batch
 
 Counted = Literal["valid", "lerobot", "openpi"]
@@ -165,19 +165,6 @@ def fitted_image(image_3hw: Tensor, size: int) -> Tensor:
         image = resize_with_pad(image[None], size, 0.0, high)[0]
         image = image.round() if whole else image
     return image * (2.0 / high) - 1.0
-
-
-def resize_with_pad(images_BCHW: Tensor, size: int, low: float = -1.0, high: float = 1.0) -> Tensor:
-    """Returns images [B, C, I, I]: scaled bilinearly to fit the square as they are, the rest `low` on both sides.
-
-    Values go from `low` to `high`. Sizes and their rounding are those of openpi's `resize_with_pad_torch`.
-    """
-    height, width = images_BCHW.shape[-2:]
-    ratio = max(height / size, width / size)
-    inside = int(height / ratio), int(width / ratio)
-    images = F.interpolate(images_BCHW, size=inside, mode="bilinear", align_corners=False).clamp(low, high)
-    top, left = (size - inside[0]) // 2, (size - inside[1]) // 2
-    return F.pad(images, (left, size - inside[1] - left, top, size - inside[0] - top), value=low)
 
 
 def with_draws(batch: Batch, times: Times, seed: int, step: int) -> Batch:

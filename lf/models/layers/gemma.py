@@ -15,6 +15,7 @@ from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from lf.models.layers.fused import rms_norm
+from lf.models.layers.lora import rows_from
 from lf.models.layers.rope import Rope, rope_table, rotate
 
 Keys = tuple[Tensor, Tensor]
@@ -146,7 +147,7 @@ class GemmaLayer(nn.Module):
         cfg = self.cfg
         h_BSW, gate = self.input_norm(x_BSW, cond_BC)
         if keys_only:
-            heads = F.linear(h_BSW, self.qkv.weight[cfg.heads * cfg.head_dim :]).unflatten(-1, (-1, cfg.head_dim))
+            heads = rows_from(self.qkv, h_BSW, cfg.heads * cfg.head_dim).unflatten(-1, (-1, cfg.head_dim))
             k, v = heads.chunk(2, dim=2)
             return x_BSW, (rotate(k, table), v)
         heads = self.qkv(h_BSW).unflatten(-1, (-1, cfg.head_dim))
