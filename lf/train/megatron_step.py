@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lf.models.hf_folder import few
 from lf.models.initialise import seed_of
 from lf.models.spec import (
     Accounted,
@@ -65,11 +66,30 @@ def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, publi
     check_names(cfg, shapes)
     if published is not None:
         _check_published(published, shapes)
+    copies, differing = ctx.groups.dp_cp.size(), list[str]()
     for tensor, placed in held:
         if published is None and not isinstance(tensor, nn.Parameter):
             continue  # A buffer starts as the module made it.
-        _set(tensor, owned_range(state.optimizer, tensor), initial_value(cfg, seed, placed, tensor, published))
-        # No name holds the value: while the next one is read it would be in memory beside it.
+        value = initial_value(cfg, seed, placed, tensor, published)
+        _set(tensor, owned_range(state.optimizer, tensor), value)
+        if published is not None and placed.owner:
+            differing += published.differing(placed, value, (placed.replica, copies))
+        del value  # While the next one is read it would be in memory beside it.
+    if published is not None:
+        _check_copies(differing)
+
+
+def _check_copies(differing: list[str]) -> None:
+    """Raises ValueError on every rank where one has found tensors that are stored twice with different values."""
+
+    def tell(rows: list[list[str]]) -> None:
+        if found := sorted({pair for row in rows for pair in row}):
+            raise ValueError(
+                f"the weights do not fit the model: {len(found)} stored twice with different values: {few(found)}; "
+                "give a folder whose copies are equal, or whose config.json does not say that they are"
+            )
+
+    together(distributed(), lambda: differing, tell, ValueError)
 
 
 @torch.no_grad()
@@ -82,12 +102,11 @@ def _set(tensor: Tensor, owned: tuple[int, int, Tensor] | None, value: Tensor) -
 
 
 def _check_published(published: Published, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError on every rank where the weights do not fit; the ranks share what must be read for it."""
-    comm = distributed()
+    """Raises ValueError on every rank where the weights do not fit, of which no values are read for it."""
 
     def fault() -> str:
         try:
-            published.check(shapes, (comm.rank, comm.world))
+            published.check(shapes, False)
         except ValueError as error:
             return str(error)
         return ""
@@ -96,7 +115,7 @@ def _check_published(published: Published, shapes: Mapping[str, tuple[int, ...]]
         if found := next(filter(None, faults), ""):
             raise ValueError(found)
 
-    together(comm, fault, first, ValueError)
+    together(distributed(), fault, first, ValueError)
 
 
 def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:

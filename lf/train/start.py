@@ -62,7 +62,9 @@ def open_start(init: str, model: ModelConfig | None, family: str = "", stems: Se
     return Start(
         model=found,
         published=Published(
-            check=functools.partial(weights.check, table, folder), read=functools.partial(weights.read, table, folder)
+            check=functools.partial(weights.check, table, folder),
+            read=functools.partial(weights.read, table, folder),
+            differing=functools.partial(weights.differing, table, folder),
         ),
         source=_restated(weights.remember(table, folder), model),
     )
@@ -100,7 +102,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     """
     found = model if model is not None else _saved_model(folder, reader)
 
-    def check(shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> None:
+    def check(shapes: Mapping[str, tuple[int, ...]], compare: bool) -> None:
         saved = base_shapes(weight_shapes(reader))
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
@@ -110,7 +112,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     source = folder / SOURCE
     return Start(
         model=found,
-        published=Published(check=check, read=functools.partial(_read, reader, averaged)),
+        published=Published(check=check, read=functools.partial(_read, reader, averaged), differing=lambda *_: []),
         source=_restated(load_source(source), model) if source.is_dir() else None,
     )
 
@@ -163,7 +165,7 @@ def load_model(start: Start, ctx: Ctx, seed: int = 0) -> nn.Module:
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     held = _held(model, ctx)
     if start.published is not None:
-        start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
+        start.published.check({placed.name: placed.shape for _, placed in held}, True)
     with torch.no_grad():
         for tensor, placed in held:
             tensor.copy_(initial_value(start.model, seed, placed, tensor, start.published))
