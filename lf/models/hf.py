@@ -14,6 +14,7 @@ Reader = Callable[[Mapping[str, Any]], spec.ModelConfig]
 
 READERS: Mapping[str, str] = {
     "lf_toy": "lf.models.toy:from_hf",
+    "lf_vlm": "lf.models.vlms.own:from_hf",
     "deepseek_v2": "lf.models.llm.deepseek:from_hf",
     "deepseek_v3": "lf.models.llm.deepseek:from_hf",
     "kimi_k2": "lf.models.llm.deepseek:from_hf",
@@ -21,8 +22,11 @@ READERS: Mapping[str, str] = {
     "minimax_m2": "lf.models.llm.minimax:from_hf",
     "qwen2": "lf.models.llm.qwen:from_hf",
     "qwen2_moe": "lf.models.llm.qwen_moe:from_hf",
+    "qwen2_5_vl": "lf.models.vlms.qwen_vl:from_hf",
     "qwen3": "lf.models.llm.qwen:from_hf",
     "qwen3_moe": "lf.models.llm.qwen_moe:from_hf",
+    "qwen3_vl": "lf.models.vlms.qwen_vl:from_hf",
+    "qwen3_vl_moe": "lf.models.vlms.qwen_vl:from_hf",
     "pi05": "lf.models.embodied.pi05:from_hf",
 }
 """What a config.json says it is, and the function that reads it."""
@@ -42,7 +46,7 @@ def read_config(folder: str | Path, reader: Reader | None = None) -> spec.ModelC
     file = _config_file(folder)
     config = parse_config(file, file.read_bytes())
     try:
-        cfg = (reader or _known_reader(config))(config)
+        cfg = (reader or known_reader(config))(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -63,7 +67,7 @@ def config_bytes(cfg: spec.ModelConfig, original: bytes = b"", eos: int | None =
     stated = parse_config(Path("config.json"), original) if original else {}
     if not stated or _kind(stated) != _kind(ours):
         return _dump(ours | {key: stated.get(key, eos) for key in TOKEN_IDS if key in ours})
-    if _kind(ours) in READERS and spec.hf_config(_known_reader(stated)(stated)) == ours:
+    if _kind(ours) in READERS and spec.hf_config(known_reader(stated)(stated)) == ours:
         return original
     merged = stated | {key: value for key, value in ours.items() if key not in TOKEN_IDS}
     return original if merged == stated else _dump(merged)
@@ -88,7 +92,8 @@ def _kind(config: Mapping[str, Any]) -> Any:
     return stated[0] if stated else "pi05" if "paligemma_variant" in config else None
 
 
-def _known_reader(config: Mapping[str, Any]) -> Reader:
+def known_reader(config: Mapping[str, Any]) -> Reader:
+    """Returns lf's reader of a config.json; raises ValueError where it has none."""
     kind = _kind(config)
     if not isinstance(kind, str) or kind not in READERS:
         stated = "no model_type (or _class_name)" if kind is None else f"model_type = {kind!r}, which lf does not know"
