@@ -43,7 +43,8 @@ class Projector:
 class Anyres(Projector):
     """LLaVA-OneVision's (arXiv:2408.03326): tiles are laid together again, cropped to the image, each row ended.
 
-    A media item has a picture of the whole image first, then its tiles, row by row.
+    An image has a picture of the whole first, then its tiles, row by row; a video has a picture a frame, and each a
+    quarter of the tokens.
     """
 
     merge: int = attrs.field(default=1, validator=ge(1))
@@ -113,20 +114,28 @@ class ProjectorModule(Merger):
         made = []
         counts = [sum(picture_tokens(self.cfg, grid) for grid in item.grids) for item in media]
         for item, tokens in zip(media, tokens_MH.split(counts), strict=True):
-            if len(item.grids) == 1:
+            if item.kind == "video":
+                side = item.grids[0][1]
+                frames = tokens.unflatten(0, (-1, side, side)).permute(0, 3, 1, 2)
+                half = F.interpolate(frames, (-(-side // 2),) * 2, mode="bilinear")
+                made += [half.permute(0, 2, 3, 1).flatten(0, 2), self.newline[None]]
+            elif len(item.grids) == 1:
                 made += [tokens, self.newline[None]]
-                continue
-            side = item.grids[0][1]
-            rows, columns = tiles(self.cfg, item)
-            top, left, height, width = crop(rows * side, columns * side, item.size)
-            whole = tokens[side**2 :].view(rows, columns, side, side, -1).transpose(1, 2)
-            whole = whole.reshape(rows * side, columns * side, -1)[top : top + height, left : left + width]
-            shrunk = shrunken(self.cfg, side, height, width)
-            if shrunk != (height, width):
-                whole = F.interpolate(whole.permute(2, 0, 1)[None], shrunk, mode="bilinear")[0].permute(1, 2, 0)
-            ends = self.newline.expand(whole.shape[0], 1, -1)
-            made += [tokens[: side**2], torch.cat((whole, ends), dim=1).flatten(0, 1)]
+            else:
+                made += self._image(self.cfg, item, tokens)
         return torch.cat(made)
+
+    def _image(self, cfg: Anyres, item: Media, tokens: Tensor) -> list[Tensor]:
+        side = item.grids[0][1]
+        rows, columns = tiles(cfg, item)
+        top, left, height, width = crop(rows * side, columns * side, item.size)
+        whole = tokens[side**2 :].view(rows, columns, side, side, -1).transpose(1, 2)
+        whole = whole.reshape(rows * side, columns * side, -1)[top : top + height, left : left + width]
+        shrunk = shrunken(cfg, side, height, width)
+        if shrunk != (height, width):
+            whole = F.interpolate(whole.permute(2, 0, 1)[None], shrunk, mode="bilinear")[0].permute(1, 2, 0)
+        ends = self.newline.expand(whole.shape[0], 1, -1)
+        return [tokens[: side**2], torch.cat((whole, ends), dim=1).flatten(0, 1)]
 
 
 def picture_tokens(cfg: Projector, grid: Grid) -> int:
@@ -140,6 +149,8 @@ def media_tokens(cfg: Projector, media: Media) -> int:
     pictures = sum(picture_tokens(cfg, grid) for grid in media.grids)
     if not isinstance(cfg, Anyres):
         return pictures
+    if media.kind == "video":
+        return len(media.grids) * (-(-media.grids[0][1] // 2)) ** 2 + 1
     if len(media.grids) == 1:
         return pictures + 1
     side = media.grids[0][1]
@@ -150,26 +161,28 @@ def media_tokens(cfg: Projector, media: Media) -> int:
 
 
 def tiles(cfg: Anyres, media: Media) -> tuple[int, int]:
-    """Returns rows and columns of an image's tiles: those of the size that wastes least (LLaVA-NeXT's rule).
-
-    Raises ValueError where the image has another number of tiles.
-    """
-    height, width = media.size
-
-    def waste(size: tuple[int, int]) -> tuple[int, int]:
-        scale = min(size[1] / width, size[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return -kept, size[0] * size[1] - kept
-
-    best = min(cfg.pinpoints, key=waste)
-    tile = min(size[0] for size in cfg.pinpoints)
-    rows, columns = best[0] // tile, best[1] // tile
+    """Returns rows and columns of an image's tiles; raises ValueError where it has another number of them."""
+    rows, columns = tiling(cfg, media.size)
     if len(media.grids) != 1 + rows * columns:
         raise ValueError(
-            f"an image of {height} x {width} pixels has {len(media.grids)} pictures, but the whole and {rows} x "
-            f"{columns} tiles of {tile} pixels are {1 + rows * columns}; cut it as projector.pinpoints say"
+            f"an image of {media.size[0]} x {media.size[1]} pixels has {len(media.grids)} pictures, but the whole and "
+            f"{rows} x {columns} tiles are {1 + rows * columns}; cut it as projector.pinpoints say"
         )
     return rows, columns
+
+
+def tiling(cfg: Anyres, size: tuple[int, int]) -> tuple[int, int]:
+    """Returns rows and columns of the tiles of an image of `size` pixels: those that waste least (LLaVA-NeXT)."""
+    height, width = size
+
+    def waste(pinpoint: tuple[int, int]) -> tuple[int, int]:
+        scale = min(pinpoint[1] / width, pinpoint[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return -kept, pinpoint[0] * pinpoint[1] - kept
+
+    best = min(cfg.pinpoints, key=waste)
+    tile = min(min(pinpoint) for pinpoint in cfg.pinpoints)
+    return best[0] // tile, best[1] // tile
 
 
 def crop(height: int, width: int, size: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -1,15 +1,22 @@
 """The recorded inputs of public vision-language models as rows of lf's: for parity alone."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from lf.models.recorded import recorded_rows
-from lf.models.vision.projector import media_tokens
+from lf.models.vision.projector import Anyres, media_tokens, tiling
+from lf.models.vision.siglip import patches
 from lf.models.vision.tower import Media
 from lf.models.vlm import Vlm
+
+
+KINDS: tuple[tuple[Literal["image", "video"], str, str], ...] = (
+    ("image", "pixel_values", "image_grid_thw"),
+    ("video", "pixel_values_videos", "video_grid_thw"),
+)
 
 
 def vlm_rows(cfg: Vlm, recorded: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -17,10 +24,7 @@ def vlm_rows(cfg: Vlm, recorded: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     rows = recorded_rows.dispatch(object)(cfg, recorded)
     pools = {
         kind: _media(cfg, recorded, kind, pixels, grids)
-        for kind, pixels, grids in (
-            ("image", "pixel_values", "image_grid_thw"),
-            ("video", "pixel_values_videos", "video_grid_thw"),
-        )
+        for kind, pixels, grids in KINDS
         if pixels in recorded
     }
     made = []
@@ -34,7 +38,7 @@ def vlm_rows(cfg: Vlm, recorded: Mapping[str, Tensor]) -> list[dict[str, Any]]:
                 left -= media_tokens(cfg.projector, own[-1][0])
         made.append(
             row
-            | {"media": tuple(item for item, _ in own), "patches": np.concatenate([rows for _, rows in own] or [_NONE])}
+            | {"media": tuple(item for item, _ in own), "patches": np.concatenate([_NONE, *(rows for _, rows in own)])}
         )
     return made
 
@@ -43,15 +47,32 @@ _NONE = np.zeros(0, np.float32)
 
 
 def _media(
-    cfg: Vlm, recorded: Mapping[str, Tensor], kind: Any, pixels: str, grids: str
+    cfg: Vlm, recorded: Mapping[str, Tensor], kind: Literal["image", "video"], pixels: str, grids: str
 ) -> list[tuple[Media, np.ndarray]]:
-    values = recorded[pixels].cpu().float().numpy().reshape(-1)
+    values = recorded[pixels].cpu().float()
+    if grids not in recorded:
+        return _tiles(cfg, values, recorded.get("image_sizes"))
     seconds = recorded.get("second_per_grid_ts")
     found, at = [], 0
-    numbers = values.size // int(recorded[grids].prod(1).sum())
     for number, grid in enumerate(recorded[grids].tolist()):
         step = float(seconds[number]) if kind == "video" and seconds is not None else 1.0
         item = Media(grids=(tuple(grid),), kind=kind, seconds=step)
-        found.append((item, values[at : at + item.patches * numbers]))
-        at += item.patches * numbers
+        found.append((item, values[at : at + item.patches].flatten().numpy()))
+        at += item.patches
+    return found
+
+
+def _tiles(cfg: Vlm, pixels: Tensor, sizes: Tensor | None) -> list[tuple[Media, np.ndarray]]:
+    """Returns the media of tiles [..., 3, I, I]: one each, or with `sizes` the first tiles of each row."""
+    patch = cfg.vision.patch  # type: ignore[attr-defined]
+    side = pixels.shape[-1] // patch
+    grid = (1, side, side)
+    if sizes is None:
+        return [(Media(grids=(grid,)), patches(tile[None], patch).numpy().reshape(-1)) for tile in pixels]
+    found = []
+    for row, (height, width) in zip(pixels, sizes.tolist(), strict=True):
+        assert isinstance(cfg.projector, Anyres)
+        rows, columns = tiling(cfg.projector, (height, width))
+        item = Media(grids=(grid,) * (1 + rows * columns), size=(height, width))
+        found.append((item, patches(row[: len(item.grids)], patch).numpy().reshape(-1)))
     return found

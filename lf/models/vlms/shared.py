@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lf.models import spec
+from lf.models import hf, spec
+from lf.models.decoder import DecoderConfig
 from lf.models.layouts import renamed
 from lf.models.llm.fields import flag
 from lf.models.vision.projector import Anyres
@@ -30,6 +31,20 @@ def text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     if tied is None:
         tied = flag(fields, "tie_word_embeddings", False)
     return {**fields, "tie_word_embeddings": tied}
+
+
+def text_of(config: Mapping[str, Any]) -> DecoderConfig:
+    """Returns the decoder that `text_config` states, of any family that lf reads; raises ValueError for others."""
+    fields = part(config, "text_config")
+    text = hf.known_reader(fields)(text_fields(config, str(fields.get("model_type"))))
+    if not isinstance(text, DecoderConfig):
+        raise ValueError(f"text_config states a {spec.type_name(text)}, which is no decoder; correct its model_type")
+    return text
+
+
+def text_config(text: DecoderConfig) -> dict[str, Any]:
+    """Returns `text_config` of a decoder, as its own family writes it."""
+    return {name: value for name, value in spec.hf_config(text).items() if name != "architectures"}
 
 
 def check_fixed(fields: Mapping[str, Any], where: str, **wanted: Any) -> None:
