@@ -8,9 +8,9 @@ import numpy as np
 from lf.models import spec
 from lf.models.decoder import DecoderConfig
 from lf.models.layers.rope import Rope
-from lf.models.vision.projector import media_tokens
-from lf.models.vision.qwen_vit import Qwen2_5Vision, Qwen3Vision
-from lf.models.vision.tower import Media, tower_of
+from lf.models.media import Media, media_tokens
+from lf.models.vision.qwen_vit import Qwen3Vision, Qwen25Vision
+from lf.models.vision.tower import tower_of
 from lf.models.vlm import Vlm
 from lf.models.vlms.qwen_vl import PROJECTOR2_5
 from tests.cases import DENSE
@@ -19,7 +19,7 @@ from tests.moe_cases import SOFTMAX
 THREE = Rope(theta=1e4, sections=(4, 2, 2), interleaved=True)
 TEXT: DecoderConfig = attrs.evolve(DENSE, layers=5, rope=THREE)
 QWEN3 = Qwen3Vision(width=24, depth=3, mlp=32, heads=2, patch=4, side=6, levels=(0, 1))
-QWEN2_5 = Qwen2_5Vision(width=32, depth=2, mlp=40, heads=2, patch=4, window=16, full=(1,))
+QWEN2_5 = Qwen25Vision(width=32, depth=2, mlp=40, heads=2, patch=4, window=16, full=(1,))
 IMAGE, VIDEO = 128, 129
 
 MODELS: dict[str, Vlm] = {
@@ -45,7 +45,7 @@ def rows_of(cfg: Vlm, count: int, length: int, seed: int) -> list[dict[str, Any]
         media = [] if i % 3 == 2 else [_media(cfg, tower.side, rng, video=k == 1) for k in range(1 + i % 2)]
         at = 2
         for item in media:
-            left = media_tokens(cfg.projector, item)
+            left = media_tokens(cfg, item)
             for t, h, w in item.grids:
                 for _ in range(t):
                     n = min(left, h * w // cfg.projector.merge**2)

@@ -111,7 +111,7 @@ def is_packed(batch: spec.Batch) -> bool:
 
     One whose rows hold several documents does, so that no token sees another document.
     """
-    return batch.get("packed", False) or len(batch["lengths"]) > batch["tokens"].shape[0]
+    return bool(batch.get("packed")) or len(batch["lengths"]) > batch["tokens"].shape[0]
 
 
 def decoder_inputs(cfg: DecoderConfig, batch: spec.Batch) -> dict[str, Any]:

@@ -114,8 +114,8 @@ class Gpt(GPTModel):
         states = self.decoder(
             hidden_states=self._embedded(input_ids, position_ids, features) if self.pre_process else None,
             attention_mask=None,
-            context=features.levels_LMH if features else None,
-            context_mask=features.slots_M if features else None,
+            context=features.levels if features else None,
+            context_mask=features.slots if features else None,
             rotary_pos_emb=table,
             packed_seq_params=packing,
             padding_mask=pool,

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.decoder import DecoderConfig, decoder_inputs
+from lf.models.media import Media, media_flops, media_tokens
 from lf.models.recorded import recorded_rows
-from lf.models.vision.projector import Anyres, Projector
-from lf.models.vision.tower import Tower, VisionConfig, tower_of
+from lf.models.vision.projector import Anyres, Projector, tokens_of
+from lf.models.vision.tower import Tower, VisionConfig, tower_flops, tower_of
 from lf.models.vlm_rows import fake_rows, vlm_batch, vlm_slice
 
 
@@ -55,8 +56,8 @@ def check_fit(cfg: Vlm, tower: Tower) -> None:
         )
     if isinstance(projector, Anyres) and (not tower.side or projector.merge > 1 or tower.levels or projector.mean):
         raise ValueError(
-            "projector = Anyres(...) lays tiles together, so it needs a tower of one size without levels, merge = 1 and "
-            f"mean = False; this tower has side = {tower.side} and {tower.levels} levels: take a Projector"
+            "projector = Anyres(...) lays tiles together, so it needs a tower of one size without levels, merge = 1 "
+            f"and mean = False; this tower has side = {tower.side} and {tower.levels} levels: take a Projector"
         )
     if projector.mean and tower.levels:
         raise ValueError("projector.mean = True, but the tower has levels, whose frames stay apart; set mean to False")
@@ -68,7 +69,7 @@ def check_fit(cfg: Vlm, tower: Tower) -> None:
     for name in ("image_token", "video_token"):
         if getattr(cfg, name) >= text.vocab:
             raise ValueError(
-                f"{name} = {getattr(cfg, name)} must be below text.vocab = {text.vocab}; raise text.vocab, or correct it"
+                f"{name} = {getattr(cfg, name)} must be below text.vocab = {text.vocab}; raise that, or correct it"
             )
     if text.mtp is not None:
         raise ValueError(
@@ -103,8 +104,9 @@ def _(cfg: Vlm, layout: spec.Layout, length: int) -> None:
     first = layout.stages[0] if layout.stages else -(-cfg.text.layers // chunks)
     if levels > first:
         raise ValueError(
-            f"the tower's {levels} levels go into the first {levels} decoder layers, but the first of {chunks} pipeline "
-            f"chunks has {first}; set parallel.stages so that it has at least {levels}, or lower parallel.pp or vpp"
+            f"the tower's {levels} levels go into the first {levels} decoder layers, but the first of {chunks} "
+            f"pipeline chunks has {first}; set parallel.stages so that it has at least {levels}, or lower parallel.pp "
+            "or vpp"
         )
 
 
@@ -187,13 +189,16 @@ def _(cfg: Vlm, rows: int, length: int) -> float:
     return spec.flops(cfg.text, rows, length)
 
 
-def pictures_flops(cfg: Vlm, batch: spec.Batch) -> float:
-    """Returns the operations of forward and backward of the tower and the projector for a micro-batch."""
-    from lf.models.vision.tower import tower_flops
+@media_tokens.register
+def _(cfg: Vlm, media: Media) -> int:
+    return tokens_of(cfg.projector, media)
 
+
+@media_flops.register
+def _(cfg: Vlm, media: Media) -> float:
+    """Those of the tower, of the projector, and of those of the tower's levels."""
     tower, p = tower_of(cfg.vision), cfg.projector
     block = tower.width * p.merge**2
     token = 2.0 * (p.width or block) * (block + cfg.text.hidden) * (1 + tower.levels)
-    grids = [grid for item in batch["media"] for grid in item.grids]
-    tokens = sum(t * h * w for t, h, w in grids) // p.merge**2
-    return 3.0 * (sum(tower_flops(cfg.vision, grid) for grid in grids) + tokens * token)
+    joined = sum((1 if p.mean else t) * h * w for t, h, w in media.grids) // p.merge**2
+    return 3.0 * (sum(tower_flops(cfg.vision, grid) for grid in media.grids) + joined * token)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from lf.models.gpt import Gpt
 from lf.models.layers.media import Features, touched
+from lf.models.media import Media
 from lf.models.spec import Ctx
 from lf.models.vision.projector import ProjectorModule
-from lf.models.vision.tower import Media, build_tower, tower_of, unused
+from lf.models.vision.tower import build_tower, tower_of, unused
 from lf.models.vlm import Vlm
 
 
@@ -60,11 +61,11 @@ class VlmModel(Gpt):
             rows, levels = self.encode(pictures["patches"], pictures["media"])
             taken = pictures["taken"]
             features = Features(
-                slots_M=pictures["slots"],
-                rows_MH=rows[taken],
-                levels_LMH=None if levels is None else levels[:, taken],
+                slots=pictures["slots"],
+                rows=rows[taken],
+                levels=None if levels is None else levels[:, taken],
             )
-        return super().forward(*args, features=features, **kwargs)
+        return super().forward(*args, **kwargs, features=features)  # type: ignore[misc]
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor, features: Features | None) -> Tensor:
         states = super()._embedded(input_ids, position_ids, features)

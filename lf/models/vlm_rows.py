@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lf.models import spec
 from lf.models.decoder import DecoderConfig, is_packed
-from lf.models.vision.projector import Anyres, media_tokens
-from lf.models.vision.tower import Grid, Media, Tower, tower_of
+from lf.models.media import Grid, Media
+from lf.models.vision.projector import Anyres, tokens_of
+from lf.models.vision.tower import Tower, tower_of
 
 if TYPE_CHECKING:
     from lf.models.vlm import Vlm
@@ -70,7 +71,7 @@ def row_slots(cfg: "Vlm", tower: Tower, row: Mapping[str, Any]) -> list[int]:
     media: Sequence[Media] = row.get("media", ())
     tokens = np.asarray(row["tokens"])
     _check_pictures(cfg, tower, row, media)
-    counts = [media_tokens(cfg.projector, item) for item in media]
+    counts = [tokens_of(cfg.projector, item) for item in media]
     found = {}
     for token in {cfg.image_token, cfg.video_token}:
         found[token] = np.flatnonzero(tokens == token).tolist()
@@ -97,15 +98,15 @@ def _check_pictures(cfg: "Vlm", tower: Tower, row: Mapping[str, Any], media: Seq
             )
         if min(t, h, w) < 1 or h % cfg.projector.merge or w % cfg.projector.merge:
             raise ValueError(
-                f"row {row['id']}: a picture of {h} x {w} patches cannot be joined in blocks of {cfg.projector.merge} "
-                "a side (projector.merge); resize it to a multiple"
+                f"row {row['id']}: a picture of {h} x {w} patches cannot be joined in blocks of "
+                f"{cfg.projector.merge} a side (projector.merge); resize it to a multiple"
             )
     wanted = sum(item.patches for item in media)
     have = np.asarray(row["patches"]).size / tower.numbers if media else 0
     if have != wanted:
         raise ValueError(
-            f"row {row['id']}: its pictures have {wanted} patches of {tower.numbers} numbers, but `patches` has {have:g}"
-            "; give the patches of the very grids"
+            f"row {row['id']}: its pictures have {wanted} patches of {tower.numbers} numbers, but `patches` has "
+            f"{have:g}; give the patches of the very grids"
         )
 
 
@@ -187,7 +188,7 @@ def fake_rows(cfg: "Vlm", rows: int, length: int, rng: np.random.Generator, seed
     pixels = min((size[0] for size in cfg.projector.pinpoints), default=1) if isinstance(cfg.projector, Anyres) else 1
     image = Media(grids=((1, side, side),), size=(pixels, pixels))
     words = np.array([i for i in range(min(cfg.text.vocab, 4096)) if i not in (cfg.image_token, cfg.video_token)])
-    count = media_tokens(cfg.projector, image)
+    count = tokens_of(cfg.projector, image)
     made = []
     for i in range(rows):
         tokens = rng.choice(words, length + 1)

@@ -18,18 +18,18 @@ from lf.models.layers.experts import SparseLayer
 class Features:
     """What this rank's part of the row has of images and videos."""
 
-    slots_M: Tensor
-    """Where they go: places in the flattened [S, B]."""
-    rows_MH: Tensor
-    """What stands there instead of the token's embedding."""
-    levels_LMH: Tensor | None = None
-    """What is added there to the output of each of the first layers."""
+    slots: Tensor
+    """Where they go [M]: places in the flattened [S, B]."""
+    rows: Tensor
+    """What stands there instead of the token's embedding [M, H]."""
+    levels: Tensor | None = None
+    """What is added there to the output of each of the first layers [L, M, H]."""
 
 
 def placed(states_SBH: Tensor, features: Features) -> Tensor:
     """Returns the embeddings with the features in their places; the tokens there get no gradient."""
     flat = states_SBH.flatten(0, 1)
-    return flat.index_copy(0, features.slots_M, features.rows_MH.to(flat.dtype)).view(states_SBH.shape)
+    return flat.index_copy(0, features.slots, features.rows.to(flat.dtype)).view(states_SBH.shape)
 
 
 def touched(states: Tensor, params: Sequence[Tensor]) -> Tensor:
@@ -69,9 +69,9 @@ class _AddsLevel:
         return flat.view(states.shape), context
 
 
-class LevelLayer(_AddsLevel, TransformerLayer):  # type: ignore[misc]
+class LevelLayer(_AddsLevel, TransformerLayer):
     """A decoder layer that adds its level's features."""
 
 
-class LevelSparseLayer(_AddsLevel, SparseLayer):  # type: ignore[misc]
+class LevelSparseLayer(_AddsLevel, SparseLayer):
     """A decoder layer with experts that adds its level's features."""

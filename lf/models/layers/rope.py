@@ -102,17 +102,18 @@ class Rope:
     scaling: RopeScaling = NoScaling()
     """What happens beyond the length of pre-training."""
     sections: tuple[int, ...] = ()
-    """How many of the R/2 frequencies turn by time, row and column, where tokens have three positions; empty for one."""
+    """How many of the R/2 frequencies turn by time, by row and by column; empty where tokens have one position."""
     interleaved: bool = False
     """Whether the three take turns (Qwen3-VL), time having what is left; else they follow each other (Qwen2-VL)."""
 
     def __attrs_post_init__(self) -> None:
         if self.sections and (len(self.sections) != 3 or min(self.sections) < 0):
             raise ValueError(f"rope.sections = {self.sections} must be three numbers: of time, rows and columns")
-        if self.interleaved and (not self.sections or 3 * max(self.sections[1:]) > sum(self.sections) + 2):
+        _, rows, columns = self.sections or (0, 1, 1)
+        if self.interleaved and max(3 * rows - 1, 3 * columns) > sum(self.sections):
             raise ValueError(
-                f"rope.interleaved = True with rope.sections = {self.sections}: rows and columns must each have at most "
-                "a third of the frequencies; correct them, or set interleaved to False"
+                f"rope.interleaved = True with rope.sections = {self.sections}: rows and columns must each have at "
+                "most a third of the frequencies; correct them, or set interleaved to False"
             )
 
 
@@ -143,7 +144,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: int) -> tuple[Tensor,
 def rope_table(rope: Rope, head_dim: int, positions_BS: Tensor, longest: int) -> Tensor:
     """Returns cosine and sine of every position as fp32 [2, S, B, 1, R], both multiplied by the attention factor.
 
-    Positions may be [3, B, S], of time, row and column, where the rope has sections. `longest` is the longest sequence of the batch in tokens; it is a plain number so that no device is waited for.
+    Positions may be [3, B, S], of time, row and column, where the rope has sections. `longest` is the longest sequence
+    of the batch in tokens; it is a plain number so that no device is waited for.
     """
     frequencies, factor = inverse_frequencies(rope, head_dim, longest)
     # A copy that blocks would wait for all work that the device has queued.

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from attrs.validators import ge, gt
 from torch import Tensor, nn
 
+from lf.models.media import Grid
 from lf.models.vision.tower import (
-    Grid,
     Rms,
     Tower,
     TowerModule,
@@ -65,9 +65,7 @@ class InternVision(VisionConfig):
 
 
 intern_vit_0_3b = InternVision()
-intern_vit_6b = InternVision(
-    width=3200, depth=45, mlp=12800, heads=25, norm="rms", qkv_bias=False, qk_norm=True
-)
+intern_vit_6b = InternVision(width=3200, depth=45, mlp=12800, heads=25, norm="rms", qkv_bias=False, qk_norm=True)
 
 
 @tower_of.register

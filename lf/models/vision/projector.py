@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from attrs.validators import ge, gt
 from torch import Tensor, nn
 
-from lf.models.vision.tower import Grid, Media, Rms, Tower, block_order
+from lf.models.media import Grid, Media
+from lf.models.vision.tower import Rms, Tower, block_order
 
 
 @attrs.frozen(kw_only=True)
@@ -144,7 +145,7 @@ def picture_tokens(cfg: Projector, grid: Grid) -> int:
     return (1 if cfg.mean else t) * (h // cfg.merge) * (w // cfg.merge)
 
 
-def media_tokens(cfg: Projector, media: Media) -> int:
+def tokens_of(cfg: Projector, media: Media) -> int:
     """Returns the tokens that an image or a video takes in the decoder's row."""
     pictures = sum(picture_tokens(cfg, grid) for grid in media.grids)
     if not isinstance(cfg, Anyres):

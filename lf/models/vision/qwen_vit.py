@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from attrs.validators import ge
 from torch import Tensor, nn
 
+from lf.models.media import Grid
 from lf.models.vision.tower import (
-    Grid,
     Rms,
     Tower,
     TowerModule,
@@ -68,7 +68,7 @@ class QwenVision(VisionConfig):
 
 
 @attrs.frozen(kw_only=True)
-class Qwen2_5Vision(QwenVision):
+class Qwen25Vision(QwenVision):
     """Qwen2.5-VL's tower: most layers attend within windows; RMSNorm and gated MLPs."""
 
     window: int = attrs.field(default=112, validator=ge(1))
@@ -111,7 +111,7 @@ class Qwen3Vision(QwenVision):
 
 
 @tower_of.register
-def _(cfg: Qwen2_5Vision) -> Tower:
+def _(cfg: Qwen25Vision) -> Tower:
     return Tower(width=cfg.width, numbers=cfg.numbers, block=cfg.merge, frames="timed", rate=cfg.rate)
 
 
@@ -190,10 +190,10 @@ def _frames(grids: Sequence[Grid]) -> list[int]:
     return [h * w for t, h, w in grids for _ in range(t)]
 
 
-class Qwen2_5Tower(TowerModule):
+class Qwen25Tower(TowerModule):
     """Qwen2.5-VL's tower; its tensors have the names below transformers' `visual`."""
 
-    def __init__(self, cfg: Qwen2_5Vision) -> None:
+    def __init__(self, cfg: Qwen25Vision) -> None:
         super().__init__()
         self.cfg = cfg
         self.patch_embed = _PatchEmbed(cfg, bias=False)
@@ -266,8 +266,8 @@ class Qwen3Tower(TowerModule):
 
 
 @build_tower.register
-def _(cfg: Qwen2_5Vision) -> TowerModule:
-    return Qwen2_5Tower(cfg)
+def _(cfg: Qwen25Vision) -> TowerModule:
+    return Qwen25Tower(cfg)
 
 
 @build_tower.register
@@ -284,9 +284,9 @@ def _(cfg: QwenVision, lf: str, hf: str) -> list[Rule]:
 @tower_flops.register
 def _(cfg: QwenVision, grid: Grid) -> float:
     t, h, w = grid
-    gates = 3 if isinstance(cfg, Qwen2_5Vision) else 2
+    gates = 3 if isinstance(cfg, Qwen25Vision) else 2
     seen = [h * w] * cfg.depth
-    if isinstance(cfg, Qwen2_5Vision):
+    if isinstance(cfg, Qwen25Vision):
         window = min(h * w, (cfg.window // cfg.patch) ** 2)
         seen = [h * w if layer in cfg.full else window for layer in range(cfg.depth)]
     layers = cfg.depth * (4 * cfg.width**2 + gates * cfg.width * cfg.mlp) + 2 * cfg.width * sum(seen)

@@ -17,30 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lf.models.media import Grid
 from lf.models.spec import no_rule
 from lf.models.weights import Rule
-
-Grid = tuple[int, int, int]
-"""Frames, rows and columns of a picture, in patches."""
-
-
-@attrs.frozen(kw_only=True)
-class Media:
-    """An image or a video of a row: what is known of it before the tower has seen it."""
-
-    grids: tuple[Grid, ...]
-    """Its pictures: one, or a tile each."""
-    kind: Literal["image", "video"] = "image"
-    """Which of the two."""
-    size: tuple[int, int] = (0, 0)
-    """Height and width in pixels before it was cut into tiles, for projectors that ask."""
-    seconds: float = 1.0
-    """Seconds from one frame of a video's grid to the next."""
-
-    @property
-    def patches(self) -> int:
-        """Patches of all its pictures."""
-        return sum(t * h * w for t, h, w in self.grids)
 
 
 @attrs.frozen(kw_only=True)
@@ -129,7 +108,8 @@ def attend(q_NhD: Tensor, k_NhD: Tensor, v_NhD: Tensor, lengths: Sequence[int]) 
     back, order = order.argsort().to(q_NhD.device), order.to(q_NhD.device)
     sizes = [length * len(s) for length, s in starts.items()]
     q, k, v = (t[order].split(sizes) for t in (q_NhD, k_NhD, v_NhD))
-    return torch.cat([_attend(*parts, length) for *parts, length in zip(q, k, v, starts, strict=True)])[back]
+    parts = zip(q, k, v, starts, strict=True)
+    return torch.cat([_attend(query, key, value, length) for query, key, value, length in parts])[back]
 
 
 def _attend(q_NhD: Tensor, k_NhD: Tensor, v_NhD: Tensor, length: int) -> Tensor:

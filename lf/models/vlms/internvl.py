@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from lf.models import hf, spec
+from lf.models import spec
 from lf.models.decoder import DecoderConfig
 from lf.models.llm import qwen, qwen_moe
 from lf.models.llm.fields import flag, number, whole
@@ -94,8 +94,8 @@ def _(cfg: InternVl) -> dict[str, Any]:
     v = cfg.vision
     if type(v) is not InternVision or cfg.projector != projector(cfg.text) or cfg.image_token != cfg.video_token:
         raise ValueError(
-            f"every internvl model has an InternVision, {projector(cfg.text)} and one token for images and videos; this "
-            f"one has {v}, {cfg.projector}, {cfg.image_token} and {cfg.video_token}: set them so, or take a Vlm"
+            f"every internvl model has an InternVision, {projector(cfg.text)} and one token for images and videos; "
+            f"this one has {v}, {cfg.projector}, {cfg.image_token} and {cfg.video_token}: set them so, or take a Vlm"
         )
     return {
         "architectures": ["InternVLForConditionalGeneration"],

@@ -79,8 +79,8 @@ def _(cfg: KimiK25) -> dict[str, Any]:
     v = cfg.vision
     if type(v) is not MoonVision or attrs.evolve(cfg.projector, eps=PROJECTOR.eps) != PROJECTOR:
         raise ValueError(
-            f"every kimi_k25 model has a MoonVision and {PROJECTOR}; this one has {v} and {cfg.projector}: set them so, "
-            "or take a Vlm"
+            f"every kimi_k25 model has a MoonVision and {PROJECTOR}; this one has {v} and {cfg.projector}: set them "
+            "so, or take a Vlm"
         )
     return {
         "architectures": ["Kimi_K25ForConditionalGeneration"],

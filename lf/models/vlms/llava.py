@@ -30,7 +30,10 @@ class LlavaOnevision(Vlm):
 
 
 def from_hf(config: Mapping[str, Any]) -> LlavaOnevision:
-    """Returns the model that a config.json of model_type `llava_onevision` states; raises ValueError where lf cannot."""
+    """Returns the model that a config.json of model_type `llava_onevision` states.
+
+    Raises ValueError where lf cannot have it.
+    """
     shared.check_fixed(
         config,
         "config",
@@ -80,12 +83,14 @@ def _read_vision(fields: Mapping[str, Any]) -> Siglip:
 @spec.hf_config.register
 def _(cfg: LlavaOnevision) -> dict[str, Any]:
     v, p = cfg.vision, cfg.projector
-    if type(v) is not Siglip or not isinstance(p, Anyres) or p != Anyres(
-        width=cfg.text.hidden, pinpoints=p.pinpoints, most=p.most
+    if (
+        type(v) is not Siglip
+        or not isinstance(p, Anyres)
+        or p != Anyres(width=cfg.text.hidden, pinpoints=p.pinpoints, most=p.most)
     ):
         raise ValueError(
-            f"every llava_onevision model has a Siglip and an Anyres(width={cfg.text.hidden}); this one has {v} and {p}: "
-            "set them so, or take a Vlm"
+            f"every llava_onevision model has a Siglip and an Anyres(width={cfg.text.hidden}); this one has {v} and "
+            f"{p}: set them so, or take a Vlm"
         )
     return {
         "architectures": ["LlavaOnevisionForConditionalGeneration"],
@@ -126,8 +131,7 @@ _PINPOINTS = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for colum
 
 
 def _llava(text: qwen.Qwen2) -> LlavaOnevision:
-    # Published decoders have some rows more than their Qwen2.
-    text = attrs.evolve(text, max_length=32768, tied=text.tied)
+    text = attrs.evolve(text, max_length=32768)
     return LlavaOnevision(
         vision=Siglip(image=384, depth=26),
         projector=Anyres(width=text.hidden, pinpoints=_PINPOINTS),
@@ -137,6 +141,7 @@ def _llava(text: qwen.Qwen2) -> LlavaOnevision:
     )
 
 
+# Published decoders have some rows of the vocabulary more than their Qwen2.
 llava_onevision_0_5b = _llava(attrs.evolve(qwen.qwen2_0_5b, vocab=152000))
 llava_onevision_7b = _llava(attrs.evolve(qwen.qwen2_7b, vocab=152128))
 llava_onevision_72b = _llava(attrs.evolve(qwen.qwen2_72b, vocab=152128))

@@ -25,7 +25,7 @@ from lf.models.weights import WeightMap
 TOWERS: Mapping[str, str] = {
     "intern_vit": "lf.models.vision.intern_vit:InternVision",
     "moon_vit": "lf.models.vision.moon_vit:MoonVision",
-    "qwen2_5_vision": "lf.models.vision.qwen_vit:Qwen2_5Vision",
+    "qwen2_5_vision": "lf.models.vision.qwen_vit:Qwen25Vision",
     "qwen3_vision": "lf.models.vision.qwen_vit:Qwen3Vision",
     "siglip": "lf.models.vision.siglip:Siglip",
 }

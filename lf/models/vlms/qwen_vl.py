@@ -16,7 +16,7 @@ from lf.models.layers.rope import Rope
 from lf.models.llm import dense, qwen, qwen_moe
 from lf.models.llm.fields import whole
 from lf.models.vision.projector import Projector
-from lf.models.vision.qwen_vit import Qwen2_5Vision, Qwen3Vision
+from lf.models.vision.qwen_vit import Qwen3Vision, Qwen25Vision
 from lf.models.vlm import Vlm
 from lf.models.vlms import shared
 from lf.models.weights import Rule, WeightMap
@@ -47,7 +47,7 @@ class QwenVl(Vlm):
 
 
 @attrs.frozen(kw_only=True)
-class Qwen2_5Vl(QwenVl):
+class Qwen25Vl(QwenVl):
     """A Qwen2.5-VL: a windowed tower, a patch merger, a Qwen2.5 that turns by three positions one after the other."""
 
 
@@ -68,7 +68,7 @@ def from_hf(config: Mapping[str, Any]) -> QwenVl:
     """
     kind = config.get("model_type")
     vision = shared.part(config, "vision_config")
-    ids = {
+    ids: dict[str, Any] = {
         ours: whole(config, theirs, attrs.fields_dict(QwenVl)[ours].default, least=0) for ours, theirs in TOKENS.items()
     }
     if kind == "qwen2_5_vl":
@@ -79,7 +79,7 @@ def from_hf(config: Mapping[str, Any]) -> QwenVl:
             else {**config, "text_config": {**config, "model_type": TEXT2_5.model_type}}
         )
         text2 = dense.read(shared.text_fields(nested, TEXT2_5.model_type), TEXT2_5, qwen.Qwen2)
-        return Qwen2_5Vl(vision=_read_vision2_5(vision, text2), projector=PROJECTOR2_5, text=text2, **ids)
+        return Qwen25Vl(vision=_read_vision2_5(vision, text2), projector=PROJECTOR2_5, text=text2, **ids)
     if kind == "qwen3_vl":
         text = dense.read(shared.text_fields(config, TEXT3.model_type), TEXT3, qwen.Qwen3)
         return Qwen3Vl(vision=_read_vision3(vision, text), text=text, **ids)
@@ -120,9 +120,9 @@ def _layers(fields: Mapping[str, Any], key: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _read_vision2_5(fields: Mapping[str, Any], text: DecoderConfig) -> Qwen2_5Vision:
+def _read_vision2_5(fields: Mapping[str, Any], text: DecoderConfig) -> Qwen25Vision:
     shared.check_fixed(fields, "vision_config", hidden_act="silu")
-    return Qwen2_5Vision(
+    return Qwen25Vision(
         **_read_sizes(fields, text),
         window=whole(fields, "window_size"),
         full=_layers(fields, "fullatt_block_indexes"),
@@ -139,9 +139,9 @@ def _read_vision3(fields: Mapping[str, Any], text: DecoderConfig) -> Qwen3Vision
     return Qwen3Vision(**_read_sizes(fields, text), side=side, levels=_layers(fields, "deepstack_visual_indexes"))
 
 
-def _write_vision(cfg: Qwen2_5Vl | Qwen3Vl) -> dict[str, Any]:
+def _write_vision(cfg: Qwen25Vl | Qwen3Vl) -> dict[str, Any]:
     v = cfg.vision
-    assert isinstance(v, Qwen2_5Vision | Qwen3Vision)
+    assert isinstance(v, Qwen25Vision | Qwen3Vision)
     made: dict[str, Any] = {
         "depth": v.depth,
         "hidden_size": v.width,
@@ -154,7 +154,7 @@ def _write_vision(cfg: Qwen2_5Vl | Qwen3Vl) -> dict[str, Any]:
         "in_channels": 3,
         "initializer_range": 0.02,
     }
-    if isinstance(v, Qwen2_5Vision):
+    if isinstance(v, Qwen25Vision):
         return made | {
             "model_type": "qwen2_5_vl",
             "hidden_act": "silu",
@@ -170,12 +170,12 @@ def _write_vision(cfg: Qwen2_5Vl | Qwen3Vl) -> dict[str, Any]:
     }
 
 
-def _write(cfg: Qwen2_5Vl | Qwen3Vl, model_type: str, architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    vision, projector = (Qwen2_5Vision, PROJECTOR2_5) if isinstance(cfg, Qwen2_5Vl) else (Qwen3Vision, Projector())
+def _write(cfg: Qwen25Vl | Qwen3Vl, model_type: str, architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    vision, projector = (Qwen25Vision, PROJECTOR2_5) if isinstance(cfg, Qwen25Vl) else (Qwen3Vision, Projector())
     if type(cfg.vision) is not vision or cfg.projector != projector or cfg.vision.merge != 2:
         raise ValueError(
-            f"every {model_type} model has a {vision.__name__} with merge = 2 and {projector}; this one has {cfg.vision} "
-            f"and {cfg.projector}: set them so, or take a Vlm"
+            f"every {model_type} model has a {vision.__name__} with merge = 2 and {projector}; this one has "
+            f"{cfg.vision} and {cfg.projector}: set them so, or take a Vlm"
         )
     return {
         "architectures": [architecture],
@@ -188,7 +188,7 @@ def _write(cfg: Qwen2_5Vl | Qwen3Vl, model_type: str, architecture: str, text: M
 
 
 @spec.hf_config.register
-def _(cfg: Qwen2_5Vl) -> dict[str, Any]:
+def _(cfg: Qwen25Vl) -> dict[str, Any]:
     return _write(cfg, "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", dense.write(cfg.text, TEXT2_5))
 
 
@@ -203,7 +203,7 @@ def _(cfg: Qwen3VlMoe) -> dict[str, Any]:
 
 
 @spec.weight_map.register
-def _(cfg: Qwen2_5Vl) -> WeightMap:
+def _(cfg: Qwen25Vl) -> WeightMap:
     return shared.weight_map(cfg, "visual.", MERGER2_5, lambda name: name)
 
 
@@ -244,9 +244,9 @@ _ROPE3 = Rope(theta=5e6, sections=(24, 20, 20), interleaved=True)
 _SMALL3 = Qwen3Vision(width=1024, depth=24, mlp=4096, levels=(5, 11, 17))
 
 
-def _vl2_5(text: qwen.Qwen2, mlp: int) -> Qwen2_5Vl:
+def _vl2_5(text: qwen.Qwen2, mlp: int) -> Qwen25Vl:
     text = attrs.evolve(text, rope=_ROPE2_5, norm=Norm(eps=1e-6), max_length=128000)
-    return Qwen2_5Vl(vision=Qwen2_5Vision(mlp=mlp), projector=PROJECTOR2_5, text=text)
+    return Qwen25Vl(vision=Qwen25Vision(mlp=mlp), projector=PROJECTOR2_5, text=text)
 
 
 def _vl3(text: qwen.Qwen3, vision: Qwen3Vision) -> Qwen3Vl:
@@ -269,10 +269,10 @@ qwen3_vl_32b = _vl3(qwen.qwen3_32b, Qwen3Vision())
 qwen3_vl_30b_a3b = _vl3_moe(qwen_moe.qwen3_30b_a3b)
 qwen3_vl_235b_a22b = _vl3_moe(qwen_moe.qwen3_235b_a22b)
 
-_TOKENS = {"image_token": 127, "video_token": 128, "start_token": 129, "end_token": 130}
+_TOKENS: dict[str, Any] = {"image_token": 127, "video_token": 128, "start_token": 129, "end_token": 130}
 _TINY3 = Rope(theta=1e4, sections=(4, 2, 2), interleaved=True)
-qwen2_5_vl_tiny = Qwen2_5Vl(
-    vision=Qwen2_5Vision(width=32, depth=2, mlp=40, heads=2, patch=4, window=16, full=(1,)),
+qwen2_5_vl_tiny = Qwen25Vl(
+    vision=Qwen25Vision(width=32, depth=2, mlp=40, heads=2, patch=4, window=16, full=(1,)),
     projector=PROJECTOR2_5,
     text=attrs.evolve(qwen.qwen2_tiny, rope=Rope(theta=1e4, sections=(2, 1, 1))),
     **_TOKENS,

@@ -6,12 +6,11 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from lf.models.media import Media
 from lf.models.recorded import recorded_rows
-from lf.models.vision.projector import Anyres, media_tokens, tiling
+from lf.models.vision.projector import Anyres, tiling, tokens_of
 from lf.models.vision.siglip import patches
-from lf.models.vision.tower import Media
 from lf.models.vlm import Vlm
-
 
 KINDS: tuple[tuple[Literal["image", "video"], str, str], ...] = (
     ("image", "pixel_values", "image_grid_thw"),
@@ -22,11 +21,7 @@ KINDS: tuple[tuple[Literal["image", "video"], str, str], ...] = (
 def vlm_rows(cfg: Vlm, recorded: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Returns the recorded rows with their images and videos: each goes to the row whose tokens it fills."""
     rows = recorded_rows.dispatch(object)(cfg, recorded)
-    pools = {
-        kind: _media(cfg, recorded, kind, pixels, grids)
-        for kind, pixels, grids in KINDS
-        if pixels in recorded
-    }
+    pools = {kind: _media(cfg, recorded, kind, pixels, grids) for kind, pixels, grids in KINDS if pixels in recorded}
     made = []
     for row in rows:
         own: list[tuple[Media, np.ndarray]] = []
@@ -35,7 +30,7 @@ def vlm_rows(cfg: Vlm, recorded: Mapping[str, Tensor]) -> list[dict[str, Any]]:
             left = int((row["tokens"] == token).sum())
             while left > 0 and pool:
                 own.append(pool.pop(0))
-                left -= media_tokens(cfg.projector, own[-1][0])
+                left -= tokens_of(cfg.projector, own[-1][0])
         made.append(
             row
             | {"media": tuple(item for item, _ in own), "patches": np.concatenate([_NONE, *(rows for _, rows in own)])}
