@@ -49,7 +49,8 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
     assert isinstance(run.parallel, MegatronParallel)
     with megatron_globals(ctx):
         models = [build_model(cfg, each) for each in chunk_contexts(ctx)]
-        _freeze(models, run.optim, ctx)
+    _freeze(models, run.optim, ctx)
+    with megatron_globals(ctx):
         chunks = [
             wrap(model, each, overlap=run.parallel.overlap)
             for model, each in zip(models, chunk_contexts(ctx), strict=True)
@@ -81,8 +82,8 @@ def _freeze(models: list[nn.Module], optim: OptimConfig, ctx: Ctx) -> None:
     check_parts(optim, over_ranks({name: True for pairs in own for name, _ in pairs}).keys())
     for pairs in own:
         freeze(pairs, optim)
-    idle = {ctx.layout.pp_rank: False for pairs in own if not any(param.requires_grad for _, param in pairs)}
-    if stages := sorted(over_ranks({str(stage): True for stage in idle})):
+    idle = any(not any(param.requires_grad for _, param in pairs) for pairs in own)
+    if stages := sorted(over_ranks({str(ctx.layout.pp_rank): True} if idle else {})):
         raise ValueError(
             f"optim.freeze = {optim.freeze} leaves nothing to train on pipeline stage {', '.join(stages)}; lower "
             "parallel.pp or vpp, or narrow it"
