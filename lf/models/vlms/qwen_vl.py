@@ -73,16 +73,13 @@ def from_hf(config: Mapping[str, Any]) -> QwenVl:
     }
     if kind == "qwen2_5_vl":
         # The published files state the decoder beside the tower instead of in an object of its own.
-        nested = (
-            config
-            if "text_config" in config
-            else {**config, "text_config": {**config, "model_type": TEXT2_5.model_type}}
-        )
+        beside = {**config, "model_type": TEXT2_5.model_type, "architectures": None}
+        nested = {"text_config": beside, **config}
         text2 = dense.read(shared.text_fields(nested, TEXT2_5.model_type), TEXT2_5, qwen.Qwen2)
         return Qwen25Vl(vision=_read_vision2_5(vision, text2), projector=PROJECTOR2_5, text=text2, **ids)
     if kind == "qwen3_vl":
-        text = dense.read(shared.text_fields(config, TEXT3.model_type), TEXT3, qwen.Qwen3)
-        return Qwen3Vl(vision=_read_vision3(vision, text), text=text, **ids)
+        text3 = dense.read(shared.text_fields(config, TEXT3.model_type), TEXT3, qwen.Qwen3)
+        return Qwen3Vl(vision=_read_vision3(vision, text3), text=text3, **ids)
     if kind == "qwen3_vl_moe":
         # transformers renormalises the scores in every one of them, and older files do not say so.
         fields = {"norm_topk_prob": True, **shared.text_fields(config, TEXT3_MOE.model_type)}
