@@ -102,7 +102,9 @@ def write_rope(rope: Rope, max_length: int, *, sections: bool = False) -> dict[s
     if rope.fraction != 1.0:
         scaling["partial_rotary_factor"] = rope.fraction
     if sections:
-        scaling |= {"mrope_section": list(rope.sections), "mrope_interleaved": rope.interleaved}
+        scaling["mrope_section"] = list(rope.sections)
+    if rope.interleaved:
+        scaling["mrope_interleaved"] = True
     return {
         "rope_parameters": {"rope_theta": rope.theta, **scaling},
         "rope_theta": rope.theta,

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from lf.models import spec
-from lf.models.decoder import DecoderConfig, Norm
+from lf.models.decoder import DecoderConfig, Experts, Norm
 from lf.models.expert_weights import FusedExperts, StackedExperts
 from lf.models.layers.rope import Rope
 from lf.models.llm import dense, qwen, qwen_moe
@@ -81,8 +81,9 @@ def from_hf(config: Mapping[str, Any]) -> QwenVl:
         text3 = dense.read(shared.text_fields(config, TEXT3.model_type), TEXT3, qwen.Qwen3)
         return Qwen3Vl(vision=_read_vision3(vision, text3), text=text3, **ids)
     if kind == "qwen3_vl_moe":
-        # transformers renormalises the scores in every one of them, and older files do not say so.
+        # transformers renormalises the scores in every one of them, and not all files say so.
         fields = {"norm_topk_prob": True, **shared.text_fields(config, TEXT3_MOE.model_type)}
+        shared.check_fixed(fields, "text_config", norm_topk_prob=True)
         moe = qwen_moe.read_qwen3_moe(fields, TEXT3_MOE)
         return Qwen3VlMoe(vision=_read_vision3(vision, moe), text=moe, **ids)
     raise ValueError(f"model_type = {kind!r} is not qwen2_5_vl, qwen3_vl or qwen3_vl_moe; correct it")
@@ -196,6 +197,8 @@ def _(cfg: Qwen3Vl) -> dict[str, Any]:
 
 @spec.hf_config.register
 def _(cfg: Qwen3VlMoe) -> dict[str, Any]:
+    if cfg.text.experts is not None:
+        dense.check_routing(cfg.text.experts, "qwen3_vl_moe", renormalise=True)
     return _write(cfg, "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", qwen_moe.write(cfg.text, TEXT3_MOE))
 
 
@@ -280,6 +283,11 @@ qwen3_vl_tiny = Qwen3Vl(
     **_TOKENS,
 )
 qwen3_vl_moe_tiny = Qwen3VlMoe(
-    vision=qwen3_vl_tiny.vision, text=attrs.evolve(qwen_moe.qwen3_moe_tiny, rope=_TINY3), **_TOKENS
+    vision=qwen3_vl_tiny.vision,
+    # Experts whose two matrices are no square tell apart the layouts that a folder may have.
+    text=attrs.evolve(
+        qwen_moe.qwen3_moe_tiny, rope=_TINY3, experts=Experts(count=8, top_k=2, width=20, renormalise=True)
+    ),
+    **_TOKENS,
 )
 """Tens of thousands of parameters, for tests."""

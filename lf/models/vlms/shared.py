@@ -52,7 +52,7 @@ def check_fixed(fields: Mapping[str, Any], where: str, **wanted: Any) -> None:
     for key, value in wanted.items():
         if fields.get(key) is not None and fields[key] != value:
             raise ValueError(
-                f"{where}.{key} = {fields[key]!r}, but lf's towers have {value!r}; use a checkpoint that has it"
+                f"{where}.{key} = {fields[key]!r}, but every such model has {value!r} in lf; use a checkpoint with it"
             )
 
 
