@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +16,15 @@ import torch
 from torch import Tensor
 
 import lf
+from lf import config
+from lf.data.source import DataCtx, open_data
 from lf.models import hf, weights
 from lf.models.hf_folder import open_folder
 from lf.models.hf_save import save_folder
 from lf.models.layouts import fitted, fitted_to
 from lf.models.llm import qwen
 from lf.models.media import Media, media_tokens
-from lf.models.spec import IGNORE, Layout, collate, forward, hf_config, slice_batch, weight_map
+from lf.models.spec import IGNORE, Layout, check_model, collate, forward, hf_config, slice_batch, weight_map
 from lf.models.vision.intern_vit import InternVision
 from lf.models.vision.projector import Anyres
 from lf.models.vision.tower import tower_of
@@ -26,7 +32,8 @@ from lf.models.vlm import Vlm
 from lf.models.vlms import internvl, kimi, llava, qwen_vl
 from tests.workers import Workers
 
-GOLDEN = Path(__file__).parent / "golden/hf"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests/golden/hf"
 TINY: dict[str, Vlm] = {
     "qwen2_5_vl": qwen_vl.qwen2_5_vl_tiny,
     "qwen3_vl": qwen_vl.qwen3_vl_tiny,
@@ -101,21 +108,21 @@ def test_an_unchanged_model_exports_the_config_json_that_it_came_with(name: str)
 def test_a_config_json_that_lf_cannot_have_is_refused(
     name: str, change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    config = json.loads((GOLDEN / name / "config.json").read_text())
+    stated = json.loads((GOLDEN / name / "config.json").read_text())
     for key, value in change.items():
         outer, _, inner = key.rpartition(".")
-        (config[outer] if outer else config)[inner] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
+        (stated[outer] if outer else stated)[inner] = value
+    (tmp_path / "config.json").write_text(json.dumps(stated))
     with pytest.raises(ValueError, match=said.replace(".", r"\.").replace("[", r"\[")) as error:
         hf.read_config(tmp_path)
     assert str(tmp_path) in str(error.value)
 
 
 def test_the_flat_config_json_of_qwen2_5_vl_is_read(tmp_path: Path) -> None:
-    config = json.loads((GOLDEN / "qwen2_5_vl/config.json").read_text())
-    text = config.pop("text_config")
+    stated = json.loads((GOLDEN / "qwen2_5_vl/config.json").read_text())
+    text = stated.pop("text_config")
     scaling = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
-    flat = {**text, **config, "rope_theta": 1e6, "rope_scaling": scaling}
+    flat = {**text, **stated, "rope_theta": 1e6, "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(flat))
     assert hf.read_config(tmp_path) == hf.read_config(GOLDEN / "qwen2_5_vl")
 
@@ -267,7 +274,7 @@ def test_a_pair_that_nobody_publishes_trains_and_comes_back_from_a_layout_of_its
 
 
 def test_the_own_layout_names_what_it_does_not_know(tmp_path: Path) -> None:
-    config = hf_config(PAIR)
+    stated = hf_config(PAIR)
     for change, said in (
         ({"vision_config": {"type": "clip"}}, "vision_config.type = 'clip' is not known"),
         (
@@ -275,6 +282,35 @@ def test_the_own_layout_names_what_it_does_not_know(tmp_path: Path) -> None:
             "has depth, which Projector has not",
         ),
     ):
-        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        (tmp_path / "config.json").write_text(json.dumps({**stated, **change}))
         with pytest.raises(ValueError, match=said):
             hf.read_config(tmp_path)
+
+
+@pytest.mark.full
+def test_the_example_of_a_pair_learns_and_exports(tmp_path: Path) -> None:
+    example = ROOT / "examples/vlm_pair.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "scripts/train.py"), "--cfg", f"{example}:smoke", "--out", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((loss, entropy),) = re.findall(
+        r"held-out loss ([\d.]+) nats a token; entropy of single tokens ([\d.]+)", done.stdout
+    )
+    assert float(loss) < float(entropy)
+    assert hf.read_config(tmp_path / "out/hf") == config.load(example, "smoke").model
+
+
+def test_rows_of_the_example_fit_its_model() -> None:
+    run = config.load(ROOT / "examples/vlm_pair.py", "cfg")
+    rows = open_data(run.data, DataCtx(seed=0, cache_dir=Path("unused")))
+    check_model(run.model, rows.describe())
+    first, again = rows.row(0, 7), rows.row(1, 7)
+    batch = collate(run.model, [first, None], first)
+    assert batch["slots"].tolist() == list(range(1, 17))
+    assert torch.equal(batch["patches"], collate(run.model, [again], first)["patches"])
