@@ -30,6 +30,7 @@ from lf.models.vision.projector import Anyres
 from lf.models.vision.tower import tower_of
 from lf.models.vlm import Vlm
 from lf.models.vlms import internvl, kimi, llava, qwen_vl
+from tests.test_parity import parity_in
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
@@ -314,3 +315,19 @@ def test_rows_of_the_example_fit_its_model() -> None:
     batch = collate(run.model, [first, None], first)
     assert batch["slots"].tolist() == list(range(1, 17))
     assert torch.equal(batch["patches"], collate(run.model, [again], first)["patches"])
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("qwen3_vl_moe_hub", lf.MegatronParallel(ep=2)),
+        ("qwen2_5_vl", lf.MegatronParallel(pp=2)),
+        pytest.param("kimi_k25", lf.MegatronParallel(pp=2), marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_share_a_model_compute_what_was_recorded(
+    workers: Workers, name: str, parallel: lf.MegatronParallel
+) -> None:
+    first, second = workers.run(2, parity_in, GOLDEN / name, parallel)
+    assert first["ok"], first
+    assert first == second
