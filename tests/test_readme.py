@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lf
 from lf.devices.cpu import cpu
@@ -46,6 +47,32 @@ def family_table() -> str:
         for (kind_name, model_type), sizes in types.items():
             lines.append(f"| `{path}.{kind_name}` | `{model_type}` | {', '.join(sizes)} |")
     return "\n".join(lines)
+
+
+def vlm_table() -> str:
+    """Returns the table of vision-language families."""
+    from lf.models.vision.projector import ProjectorModule
+    from lf.models.vision.tower import build_tower, tower_of
+    from lf.models.vlm import Vlm
+
+    lines = ["| vision-language family | `model_type` | presets, with their parameters in billions |", "|---|---|---|"]
+    for path in sorted({reader.partition(":")[0] for reader in READERS.values() if ".vlms." in reader}):
+        types: dict[tuple[str, str], list[str]] = {}
+        for name, cfg in vars(importlib.import_module(path)).items():
+            if isinstance(cfg, Vlm) and not name.endswith("tiny"):
+                with torch.device("meta"):
+                    tower = tower_of(cfg.vision)
+                    parts = (build_tower(cfg.vision), ProjectorModule(cfg.projector, tower, cfg.text.hidden))
+                count = parameters(cfg.text) + sum(p.numel() for part in parts for p in part.parameters())
+                kind = (type(cfg).__name__, spec.hf_config(cfg)["model_type"])
+                types.setdefault(kind, []).append(f"`{name}` {count / 1e9:.2f}")
+        for (kind_name, model_type), sizes in types.items():
+            lines.append(f"| `{path}.{kind_name}` | `{model_type}` | {', '.join(sizes)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_vision_language_families_is_that_of_the_code() -> None:
+    assert vlm_table() in README
 
 
 def test_the_table_of_families_is_that_of_the_code() -> None:

@@ -48,7 +48,7 @@ def golden(name: str) -> dict[str, Any]:
 
 
 def from_hf(config: dict[str, Any]) -> spec.ModelConfig:
-    return hf._known_reader(config)(config)
+    return hf.known_reader(config)(config)
 
 
 def meta_model(config: dict[str, Any]) -> Any:

@@ -15,15 +15,22 @@ Reader = Callable[[Mapping[str, Any]], spec.ModelConfig]
 
 READERS: Mapping[str, str] = {
     "lf_toy": "lf.models.toy:from_hf",
+    "lf_vlm": "lf.models.vlms.own:from_hf",
     "deepseek_v2": "lf.models.llm.deepseek:from_hf",
     "deepseek_v3": "lf.models.llm.deepseek:from_hf",
     "kimi_k2": "lf.models.llm.deepseek:from_hf",
+    "internvl": "lf.models.vlms.internvl:from_hf",
+    "kimi_k25": "lf.models.vlms.kimi:from_hf",
     "llama": "lf.models.llm.llama:from_hf",
+    "llava_onevision": "lf.models.vlms.llava:from_hf",
     "minimax_m2": "lf.models.llm.minimax:from_hf",
     "qwen2": "lf.models.llm.qwen:from_hf",
     "qwen2_moe": "lf.models.llm.qwen_moe:from_hf",
+    "qwen2_5_vl": "lf.models.vlms.qwen_vl:from_hf",
     "qwen3": "lf.models.llm.qwen:from_hf",
     "qwen3_moe": "lf.models.llm.qwen_moe:from_hf",
+    "qwen3_vl": "lf.models.vlms.qwen_vl:from_hf",
+    "qwen3_vl_moe": "lf.models.vlms.qwen_vl:from_hf",
     "pi05": "lf.models.embodied.pi05:from_hf",
     "WanTransformer3DModel": "lf.models.diffusion.wan:from_hf",
     "WanModel": "lf.models.diffusion.wan:from_original",
@@ -56,7 +63,7 @@ def read_config(folder: str | Path, reader: Reader | None = None) -> spec.ModelC
     file = _config_file(folder)
     config = parse_config(file, file.read_bytes())
     try:
-        cfg = (reader or _known_reader(config))(config)
+        cfg = (reader or known_reader(config))(config)
         if reader is None and _kind(config) in _OPEN:
             cfg = settled(cfg, open_folder(file.parent).names)
     except ValueError as error:
@@ -82,7 +89,7 @@ def config_bytes(cfg: spec.ModelConfig, original: bytes = b"", eos: int | None =
         return original
     if not stated or _kind(stated) != _kind(ours):
         return _dump(ours | {key: stated.get(key, eos) for key in TOKEN_IDS if key in ours})
-    if _kind(ours) in READERS and spec.hf_config(_known_reader(stated)(stated)) == ours:
+    if _kind(ours) in READERS and spec.hf_config(known_reader(stated)(stated)) == ours:
         return original
     merged = stated | {key: value for key, value in ours.items() if key not in TOKEN_IDS}
     return original if merged == stated else _dump(merged)
@@ -98,7 +105,7 @@ def _other_layout(stated: Mapping[str, Any], cfg: spec.ModelConfig) -> bool:
     kind = _kind(stated)
     if not isinstance(kind, str) or kind not in _OPEN:
         return False
-    return type(_known_reader(stated)(stated)) is type(cfg)
+    return type(known_reader(stated)(stated)) is type(cfg)
 
 
 def _dump(config: Mapping[str, Any]) -> bytes:
@@ -120,7 +127,8 @@ def _kind(config: Mapping[str, Any]) -> Any:
     return stated[0] if stated else "pi05" if "paligemma_variant" in config else None
 
 
-def _known_reader(config: Mapping[str, Any]) -> Reader:
+def known_reader(config: Mapping[str, Any]) -> Reader:
+    """Returns lf's reader of a config.json; raises ValueError where it has none."""
     kind = _kind(config)
     if not isinstance(kind, str) or kind not in READERS:
         stated = "no model_type (or _class_name)" if kind is None else f"model_type = {kind!r}, which lf does not know"

@@ -27,10 +27,18 @@ from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import chunk_contexts, distributed_optimizer, owned_range, placements, wrap
 from lf.train.comm import distributed, over_ranks, together
-from lf.train.config import Run
+from lf.train.config import OptimConfig, Run
 from lf.train.manifest import CheckpointError
 from lf.train.names import WEIGHT, Kind, check_state, key
-from lf.train.optim import make_optimizer, param_groups, restore_state, start_state, state_tensors
+from lf.train.optim import (
+    check_parts,
+    freeze,
+    make_optimizer,
+    param_groups,
+    restore_state,
+    start_state,
+    state_tensors,
+)
 from lf.train.reader import Reader
 from lf.train.shards import Piece, box_piece
 from lf.train.state import Engine, Published, TrainState, check_names, initial_value
@@ -41,7 +49,13 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
     """Returns the Megatron path of a run: model with weights, optimiser and step on this rank."""
     assert isinstance(run.parallel, MegatronParallel)
     with megatron_globals(ctx):
-        chunks = [wrap(build_model(cfg, each), each, overlap=run.parallel.overlap) for each in chunk_contexts(ctx)]
+        models = [build_model(cfg, each) for each in chunk_contexts(ctx)]
+    _freeze(models, run.optim, ctx)
+    with megatron_globals(ctx):
+        chunks = [
+            wrap(model, each, overlap=run.parallel.overlap)
+            for model, each in zip(models, chunk_contexts(ctx), strict=True)
+        ]
         named = [pair for chunk in chunks for pair in chunk.module.named_parameters()]
         make = functools.partial(make_optimizer, run.optim)
         optimizer = distributed_optimizer(make, param_groups(named, run.optim), chunks, ctx)
@@ -58,6 +72,23 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
         restore=lambda state, reader: _restore(state, reader, ctx),
         weights=lambda state: _weights(state, ctx),
     )
+
+
+def _freeze(models: list[nn.Module], optim: OptimConfig, ctx: Ctx) -> None:
+    """Marks what `optim.freeze` names; raises ValueError, on every rank, where it matches nothing or leaves nothing."""
+    if not optim.freeze:
+        return
+    named = [[(placed.name, tensor) for tensor, placed in placements(model, ctx)] for model in models]
+    own = [[(name, tensor) for name, tensor in pairs if isinstance(tensor, nn.Parameter)] for pairs in named]
+    check_parts(optim, over_ranks({name: True for pairs in own for name, _ in pairs}).keys())
+    for pairs in own:
+        freeze(pairs, optim)
+    idle = any(not any(param.requires_grad for _, param in pairs) for pairs in own)
+    if stages := sorted(over_ranks({str(ctx.layout.pp_rank): True} if idle else {})):
+        raise ValueError(
+            f"optim.freeze = {optim.freeze} leaves nothing to train on pipeline stage {', '.join(stages)}; lower "
+            "parallel.pp or vpp, or narrow it"
+        )
 
 
 def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, published: Published | None) -> None:

@@ -19,19 +19,19 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lf.models import weights
-from lf.models.hf_folder import parse_config
-from lf.models.layouts import fitted
+from lf.models.hf_folder import open_folder, parse_config
+from lf.models.layouts import fitted, fitted_to
+from lf.models.recorded import recorded_rows
 from lf.models.spec import (
-    IGNORE,
     Batch,
     Ctx,
     Layout,
     ModelConfig,
+    collate,
     forward,
     golden,
     has_rule,
@@ -44,7 +44,7 @@ from lf.models.spec import (
 from lf.parallel.megatron import placements
 from lf.terminal import say
 from lf.train.start import Start, load_model, open_start
-from lf.train.step import weighted_loss
+from lf.train.step import to_device, weighted_loss
 
 TOLERANCES = {
     "logits": 1e-4,
@@ -108,7 +108,8 @@ def compare(folder: Path, ctx: Ctx) -> Parity:
         outputs = {name: value for name, value in recorded.items() if name in _OUTPUTS or name.startswith("grad.")}
         return _compare_all(folder, start, Ctx(device=ctx.device), recorded, outputs)
     model = load_model(start, ctx)
-    outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, ctx)
+    table = fitted_to(weight_map(start.model), open_folder(folder))
+    outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, table, ctx)
     return judge(folder, recorded, outputs, grads)
 
 
@@ -180,24 +181,15 @@ def _valid(value: Tensor, mask: Tensor | None) -> Tensor:
     return value[mask.bool()] if mask is not None and value.shape[:2] == mask.shape else value
 
 
-def _batch(recorded: Mapping[str, Tensor], labels: bool) -> Batch:
-    tokens = recorded["input_ids"]
-    rows, length = tokens.shape
-    batch: dict[str, Any] = {
-        "tokens": tokens,
-        "positions": torch.arange(length, device=tokens.device).expand(rows, length),
-        "lengths": (length,) * rows,
-        "ids": tuple(f"golden:{i}" for i in range(rows)),
-        "count": tokens.numel(),
-    }
-    if labels:
-        batch["labels"] = F.pad(recorded["labels"][:, 1:], (0, 1), value=IGNORE)
-    return batch
+def _batch(cfg: ModelConfig, recorded: Mapping[str, Tensor]) -> Batch:
+    rows = recorded_rows(cfg, recorded)
+    whole = to_device(collate(cfg, rows, rows[0]), recorded["input_ids"].device.type)
+    return slice_batch(cfg, whole, Layout())
 
 
 def _outputs(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns logits and mean losses, those of further heads under names of their own, and the total loss."""
-    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
+    batch = _batch(cfg, recorded)
     unlabelled = {name: value for name, value in batch.items() if not name.startswith("labels")}
     with torch.no_grad():
         logits, losses = forward(cfg, model, unlabelled), loss_terms(cfg, forward(cfg, model, batch), batch)
@@ -224,9 +216,11 @@ def _recorded(term: str, kind: str) -> str:
     return kind if term == "lm" else f"{term.removesuffix('1')}_{kind}"
 
 
-def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Tensor]:
+def _gradients(
+    cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor], table: weights.WeightMap, ctx: Ctx
+) -> dict[str, Tensor]:
     """Returns the gradients of the loss under Hugging Face names: they go through the weight map as weights do."""
-    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
+    batch = _batch(cfg, recorded)
     totals = {name: float(weight) for name, weight in loss_weights(cfg, batch).items()}
     weighted_loss(cfg, loss_terms(cfg, forward(cfg, model, batch), batch), totals).backward()
     by_name = {placed.name: param for param, placed in placements(model, ctx)}
@@ -237,7 +231,7 @@ def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor
         assert grad is not None
         return grad
 
-    return dict(weights.export(weight_map(cfg), get))
+    return dict(weights.export(table, get))
 
 
 def to_json(parity: Parity) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lf.devices.device import Device
 from lf.models import hf, weights
 from lf.models.hf_folder import STEMS, open_folder, parse_config
 from lf.models.hf_save import Source, load_source, save_folder
-from lf.models.layouts import fitted
+from lf.models.layouts import fitted, fitted_to
 from lf.models.lora import added, sides
 from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, robot_files, weight_map
 from lf.parallel.config import MegatronParallel, resolve
@@ -58,7 +58,7 @@ def open_start(init: str, model: ModelConfig | None, family: str = "", stems: Se
         return from_checkpoint(path, newest(path)[0], model)
     found = model if model is not None else hf.read_config(path, reader)
     folder = open_folder(path, stems=stems)
-    table = fitted(weight_map(found), folder.names)
+    table = fitted_to(weight_map(found), folder)
     return Start(
         model=found,
         published=Published(
