@@ -213,8 +213,9 @@ def test_a_camera_that_a_robot_lacks_is_masked(trained: Trained) -> None:
     ((one,),) = (policy.act([attrs.evolve(both, images={BASE: both.images[BASE]})], [0]),)
     assert np.isfinite(one).all()
     facts, words = policy.act.args[2:4]  # type: ignore[attr-defined]
-    batch = policy_batch(MODEL, facts, words, [attrs.evolve(both, images={LEFT: both.images[LEFT]})], ["x"])
-    assert batch["cameras"].tolist() == [[False, True]]
+    one_camera = attrs.evolve(both, images={LEFT: both.images[LEFT]})
+    batch = policy_batch(MODEL, facts, words, [both, one_camera], ["x", "y"])
+    assert batch["cameras"].tolist() == [[True, True], [False, True]]
 
 
 def test_folders_that_are_no_policy_s_are_refused(trained: Trained, tmp_path: Path) -> None:
