@@ -288,7 +288,8 @@ def read(
 ) -> Tensor:
     """Returns this rank's tensor without padding, reading only the slices that its boxes need.
 
-    `dtype` is what floating tensors become (None keeps the stored one); integers keep theirs.
+    `dtype` is what floating tensors become (None keeps the stored one); integers keep theirs. Raises ValueError,
+    naming the HF tensor, for values that are not finite.
     """
     rule = weights.by_lf[placed.name]
     stored = stored_dtype(rule, folder)
@@ -304,7 +305,13 @@ def read(
                     for first, axis in zip(piece.hf_at, piece.axes, strict=True)
                 )
                 local = tuple(mine + a - p for mine, a, p in zip(part.local, at, part.at, strict=True))
-                out[_box(local, size)] = _as_lf(piece, folder.read(piece.hf, box), size)
+                values = folder.read(piece.hf, box)
+                if not bool(torch.isfinite(values).all()):
+                    raise ValueError(
+                        f"{folder.path}: {piece.hf} has values that are not finite; the file is damaged, or the "
+                        "training that wrote it has diverged: take another copy, or an earlier one"
+                    )
+                out[_box(local, size)] = _as_lf(piece, values, size)
     return out
 
 

@@ -57,7 +57,7 @@ def read_rope(config: Mapping[str, Any], max_length: int) -> Rope:
         )
     return Rope(
         theta=number(shared, "rope_theta", DEFAULT_THETA, above=1.0),
-        fraction=number(shared, "partial_rotary_factor", 1.0, above=0.0),
+        fraction=number(shared, "partial_rotary_factor", 1.0, above=0.0, most=1.0),
         scaling=next(iter(scalings.values()), NoScaling()),
     )
 
