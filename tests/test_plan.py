@@ -357,7 +357,7 @@ def test_the_script_plans_the_config_with_its_flags(tmp_path: Path, capsys: pyte
         ("--world -4", "--world = -4 must be 1 to 16777216"),
         (
             "--world 2 --search --devices.tflops 0",
-            "--devices.tflops = 0.0 must be above 0 and finite; give what the devices have",
+            "--devices.tflops = 0.0 must be above 0 and finite; give",
         ),
         ("--world 2 --search --devices.tflops nan", "--devices.tflops = nan must be above 0 and finite"),
         ("--world 2 --devices.latency -1", "--devices.latency = -1.0 must be 0 or more and finite"),
