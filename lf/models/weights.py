@@ -306,7 +306,9 @@ def read(
                 )
                 local = tuple(mine + a - p for mine, a, p in zip(part.local, at, part.at, strict=True))
                 values = folder.read(piece.hf, box)
-                if not bool(torch.isfinite(values).all()):
+                # torch does not ask this of numbers of one byte.
+                wide = values.float() if values.is_floating_point() and values.itemsize == 1 else values
+                if not bool(torch.isfinite(wide).all()):
                     raise ValueError(
                         f"{folder.path}: {piece.hf} has values that are not finite; the file is damaged, or the "
                         "training that wrote it has diverged: take another copy, or an earlier one"
