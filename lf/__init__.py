@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lf.data.config import Augment as Augment
     from lf.data.config import Camera as Camera
     from lf.data.config import DataConfig as DataConfig
     from lf.data.config import HfTokenizer as HfTokenizer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lf.data.config import TokenizerConfig as TokenizerConfig
     from lf.data.config import TrainedBpe as TrainedBpe
     from lf.data.config import Weighted as Weighted
+    from lf.models.lora import Lora as Lora
     from lf.parallel.config import MegatronParallel as MegatronParallel
     from lf.parallel.config import TorchParallel as TorchParallel
     from lf.train.config import AdamW as AdamW
@@ -40,9 +42,10 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "lf.data.config": (
-        *("Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal", "TextData"),
-        *("TokenizerConfig", "TrainedBpe", "Weighted"),
+        *("Augment", "Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal"),
+        *("TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
     ),
+    "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("MegatronParallel", "TorchParallel"),
     "lf.train.config": (
         *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),

@@ -190,7 +190,7 @@ def _failure(path: Path, error: BaseException) -> str:
         return f"{place}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f"{path}:{lines[-1]}" if lines else str(path)
-    misfit = refused_field(error) if isinstance(error, TypeError) else None
+    misfit = refused_field(error) if isinstance(error, (TypeError, ValueError)) else None
     if misfit is not None:
         return f"{place}: {misfit}"
     return f"{place}: {type(error).__name__}: {' '.join(str(error).split())}"

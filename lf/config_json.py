@@ -52,13 +52,15 @@ def check_types(cfg: Any) -> None:
         raise ValueError("\n".join(problems))
 
 
-def refused_field(error: TypeError) -> str | None:
-    """Returns what is wrong with the value that a validator of attrs could not compare, None for any other error."""
+def refused_field(error: TypeError | ValueError) -> str | None:
+    """Returns what is wrong with the value that a validator of attrs refused or could not compare, else None."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner, field, value = (frame.f_locals.get(name) for name in ("inst", "attr", "value"))
         if isinstance(field, attrs.Attribute) and attrs.has(type(owner)):
-            hint = _hints(type(owner)).get(field.name, Any)
-            return next(_misfits(value, hint, f"{type(owner).__name__}.{field.name}"), None)
+            name, rule = f"{type(owner).__name__}.{field.name}", f"'{field.name}' must be "
+            if str(error).startswith(rule) and str(error).endswith(f": {value}"):
+                return f"{name} = {value} must be {str(error)[len(rule) : -len(str(value)) - 2]}; change it"
+            return next(_misfits(value, _hints(type(owner)).get(field.name, Any), name), None)
     return None
 
 

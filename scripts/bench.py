@@ -1,4 +1,4 @@
-"""Measures speed as ratios of runs that alternate in a process: `python scripts/bench.py peers`, or `megatron`."""
+"""Measures speed as ratios of runs that alternate in a process: `python scripts/bench.py peers`, or another command."""
 
 import sys
 import tempfile
@@ -16,7 +16,9 @@ from lf.devices.cpu import cpu
 from lf.models.spec import Batch, fake_batch
 from lf.train.comm import process_group
 from lf.train.start import export
+from scripts.benchmarks.loader import LoaderBench, compare_loader
 from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
+from scripts.benchmarks.pi05 import Pi05Bench, compare_pi05
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
 
 
@@ -102,7 +104,17 @@ def megatron(args: tyro.conf.OmitArgPrefixes[Megatron]) -> int:
     return compare_with_megatron(args)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron}
+def pi05(args: tyro.conf.OmitArgPrefixes[Pi05Bench]) -> int:
+    """Compares lf's Pi0.5 with a plain one that passes the same parity tests; returns the exit code."""
+    return compare_pi05(args)
+
+
+def loader(args: tyro.conf.OmitArgPrefixes[LoaderBench]) -> int:
+    """Compares the reading of robot data with a plain PyAV loop; returns the exit code."""
+    return compare_loader(args)
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron, "pi05": pi05, "loader": loader}
 
 
 if __name__ == "__main__":

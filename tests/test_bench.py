@@ -1,5 +1,6 @@
 """The benchmark at sizes of no meaning: both sides compute the same, and the report holds together."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -7,12 +8,19 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import lf
+from lf.data.loader import read_rows
+from lf.devices.cpu import cpu
+from lf.models.embodied.pi05 import pi05_tiny
 from lf.models.spec import fake_batch
+from lf.train.parity import difference
 from scripts import bench
-from scripts.benchmarks import megatron, ratios
+from scripts.benchmarks import loader, megatron, pi05, ratios
+from scripts.benchmarks.pi05_plain import PlainPi05
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
@@ -121,3 +129,85 @@ def test_megatrons_own_modules_train_alike(workers: Workers, family: ratios.Fami
             assert loss == pytest.approx(their_loss, rel=1e-5)
             assert norm == pytest.approx(their_norm, rel=1e-4)
         assert steps[-1][0] < steps[0][0]
+
+
+def test_the_plain_pi05_computes_what_openpi_recorded() -> None:
+    golden = ROOT / "tests/golden/pi05"
+    given, told, stored = (load_file(golden / f"{name}.safetensors") for name in ("inputs", "outputs", "weights"))
+    model = PlainPi05(pi05_tiny)
+    params = dict(model.named_parameters())
+    model.load_state_dict({name: stored[name] for name in params})
+    batch = {
+        "images": torch.stack([given["image.0"], given["image.1"]], 1),
+        "cameras": torch.stack([given["image_mask.0"], given["image_mask.1"]], 1),
+        "prompt": given["tokens"],
+        "words": given["token_mask"],
+    }
+    velocity = model(batch, told["x_t"], given["time"])
+    (told["u_t"] - velocity).square().mean().backward()
+    made = {"v_t": velocity.detach(), "sampled_actions": model.sample(batch, given["sample_noise"])}
+    grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+    made |= {f"grad.{name}": grad for name, grad in grads.items()}
+    made |= {f"gradnorm.{name}": grad.norm() for name, grad in grads.items()}
+    wanted = {name for name in told if name.startswith("grad")} | {"v_t", "sampled_actions"}
+    assert len(wanted) > 90
+    off = {name: difference(made.get(name), told[name]) for name in sorted(wanted)}
+    assert all(value is not None and value <= 2e-5 for value in off.values()), off
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pi05_trains_and_samples_alike_on_both_sides(one_process: None, dtype: str) -> None:
+    cfg = attrs.evolve(pi05_tiny, counted="openpi", cameras=("a", "b", "c"))
+    args = pi05.Pi05Bench(dtype=dtype, rows=2)
+    run = attrs.evolve(pi05.bench_run(args, cfg), optim=lf.AdamW(lr=1e-2, eps=1e-3, clip=0.5))
+    first = pi05.first_weights(cfg)
+    near = 1e-5 if dtype == "float32" else 2e-2
+    ours, module = pi05.lf_model(run, cfg, cpu, first)
+    theirs, plain = pi05.plain_model(run, cfg, cpu, first)
+    samples = pi05.samplers(cfg, module, plain, cpu)
+    losses = []
+    for kind in ("full", "robot"):
+        batch, *_ = pi05.batches(cfg, kind, 2, 1)
+        assert batch["lf"]["images"].shape[1] == (3 if kind == "full" else 2)
+        for a, b in zip(*(sample(batch) for sample in samples), strict=True):
+            assert a == pytest.approx(b, rel=10 * near)
+        for _ in range(3):
+            (loss, norm), (their_loss, their_norm) = ours(batch), theirs(batch)
+            assert loss == pytest.approx(their_loss, rel=near)
+            assert norm == pytest.approx(their_norm, rel=10 * near)
+            losses.append(loss)
+    assert losses[2] < losses[0]
+
+
+def test_the_loader_reads_what_a_plain_loop_reads(tmp_path: Path) -> None:
+    args = loader.LoaderBench(size=(32, 48), episodes=2, length=12, rows=4, pairs=2)
+    rows = loader.open_rows(loader.make_dataset(tmp_path / "toy", args, 6), tmp_path / "cache")
+    plain = loader.plain_frames(rows, range(len(rows)), {})
+    ours = [row["images"][key] for row in read_rows(rows, range(len(rows))) for key in loader.CAMERAS]
+    assert len(plain) == 48
+    assert all((a.transpose(1, 2, 0) == b).all() for a, b in zip(ours, plain, strict=True))
+    assert len({frame.tobytes() for frame in plain}) == 48
+    for part in loader.waits(rows, 4, 3):
+        assert 0.0 <= part < 1.0
+
+
+def test_each_distance_of_key_frames_gets_a_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = loader.LoaderBench(size=(32, 48), episodes=2, length=12, rows=4, pairs=2, json=True)
+    assert loader.compare_loader(args) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["model"] for line in lines] == ["gap 2", "gap 30"]
+    assert all(min(line["ours"], line["peer"], line["low"]) > 0 and line["rows"] == 4 for line in lines)
+
+
+def test_each_case_of_pi05_gets_a_ratio(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(pi05.SIZES, "small", attrs.evolve(pi05_tiny, cameras=("a", "b", "c"), prompt=24))
+    monkeypatch.setattr(pi05, "process_group", lambda device: contextlib.nullcontext())
+    assert pi05.compare_pi05(pi05.Pi05Bench(pairs=2, json=True)) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    cases = [("sample full", 1), ("train full", 2), ("sample robot", 1), ("train robot", 2)]
+    assert [(line["model"], line["rows"]) for line in lines] == cases
+    monkeypatch.setattr(pi05.PlainPi05, "sample", lambda self, batch, noise: noise)
+    assert pi05.compare_pi05(pi05.Pi05Bench(pairs=2)) == 1
+    assert "sample full: loss" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_load_takes_any_name(tmp_path: Path) -> None:
         ("def f():\n    return 1 / 0\n\nf()\n", "cfg", ("my_cfg.py:2: ZeroDivisionError: division by zero",)),
         ("import sys\nsys.exit(3)\n", "cfg", ("my_cfg.py:2: SystemExit: 3",)),
         ("import lf\ncfg = lf.Rum()\n", "cfg", ("my_cfg.py:2: AttributeError", "'Rum'", "Run")),
-        ("import lf\ncfg = lf.Sgd(lr=-1.0)\n", "cfg", ("my_cfg.py:2: ValueError: 'lr' must be > 0.0: -1.0",)),
+        ("import lf\ncfg = lf.Sgd(lr=-1.0)\n", "cfg", ("my_cfg.py:2: Sgd.lr = -1.0 must be > 0.0; change it",)),
         (
             "import lf\n\ncfg = lf.Sgd(\n    lr='3e-4',\n)\n",
             "cfg",

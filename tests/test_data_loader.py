@@ -165,3 +165,31 @@ def test_prefetch_ends_its_thread_when_left_early(taken: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         leave()
     assert not fetcher_threads()
+
+
+@attrs.frozen(kw_only=True)
+class Slow(Counted):
+    """Rows that are read by two threads at once, or not at all; what is read is told."""
+
+    both: threading.Barrier
+    told: threading.Semaphore
+    threads: int = 2
+
+    def row(self, epoch: int, index: int) -> dict[str, Any]:
+        self.both.wait(timeout=20)
+        self.told.release()
+        return super().row(epoch, index)
+
+
+def test_rows_are_read_several_at_once_while_a_step_is_computed() -> None:
+    rows = Slow(count=8, both=threading.Barrier(2), told=threading.Semaphore(0))
+
+    def make(step: int) -> list[list[Any]]:
+        return micro_batches(rows, step=step, batch=2, micro_batch=2, dp=1, dp_rank=0)
+
+    with prefetch(make, range(1, 5), depth=1) as fetched:
+        for step in range(1, 4):
+            assert [row["id"] for row in next(fetched).value[0]] == [2 * step - 2, 2 * step - 1]
+            for _ in range(2 if step > 1 else 4):
+                # The step ends only when both rows of the next one are read: without a thread that fetches, never.
+                assert rows.told.acquire(timeout=20)

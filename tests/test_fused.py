@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from lf.models.layers.fused import rms_norm, swiglu
+from lf.models.layers.fused import geglu, rms_norm, swiglu
 from lf.models.layers.loss import token_losses
 from lf.models.layers.rope import rotate
 from lf.models.spec import IGNORE
@@ -37,6 +37,11 @@ def torch_swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def torch_geglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def torch_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -46,7 +51,9 @@ def torch_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def test_gradients_are_those_of_finite_differences(shape: tuple[int, ...]) -> None:
     table = draw(2, *shape, seed=2, dtype=torch.float64)
     assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (leaf(*shape), leaf(shape[-1], seed=1)))
+    assert gradcheck(lambda x: rms_norm(x, None, 1e-3), (leaf(*shape),))
     assert gradcheck(swiglu, (leaf(*shape),))
+    assert gradcheck(geglu, (leaf(*shape),))
     assert gradcheck(lambda x: rotate(x, table), (leaf(*shape),))
     assert gradcheck(lambda x: rotate(x, table[..., :2]), (leaf(*shape),))
 
@@ -60,7 +67,12 @@ def test_values_and_gradients_are_those_of_torch(rows: int, width: int, scale: f
             gradients(lambda x, w: rms_norm(x, w, 1e-6), x, weight),
             gradients(lambda x, w: F.rms_norm(x, (width,), w, 1e-6), x, weight),
         ),
+        (
+            gradients(lambda x: rms_norm(x, None, 1e-6), x),
+            gradients(lambda x: F.rms_norm(x, (width,), None, 1e-6), x),
+        ),
         (gradients(swiglu, x), gradients(torch_swiglu, x)),
+        (gradients(geglu, x), gradients(torch_geglu, x)),
         (
             gradients(lambda x: rotate(x, torch.stack((cos, sin))), x),
             gradients(lambda x: torch_rotate(x, cos, sin), x),
@@ -74,7 +86,13 @@ def test_values_and_gradients_are_those_of_torch(rows: int, width: int, scale: f
 def test_a_slice_of_a_wider_tensor_is_as_good_as_a_copy() -> None:
     wide = draw(4, 3, 2, 12)
     x, weight, table = wide[..., 3:9], draw(6, seed=1), draw(2, 4, 3, 1, 6, seed=2)
-    for function in (lambda x: rms_norm(x, weight, 1e-6), swiglu, lambda x: rotate(x, table)):
+    for function in (
+        lambda x: rms_norm(x, weight, 1e-6),
+        lambda x: rms_norm(x, None, 1e-6),
+        swiglu,
+        geglu,
+        lambda x: rotate(x, table),
+    ):
         for value, reference in zip(gradients(function, x), gradients(function, x.contiguous()), strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-6)
 

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lf.models": ("lf.models", "lf.devices", "lf.kernels", "lf.storage"),
     "lf.parallel": ("lf.parallel", "lf.models.spec", "lf.models.layers", "lf.devices"),
     "lf.plan": ("lf.plan", "lf.models.spec", "lf.parallel.config"),
-    "lf.data": ("lf.data", "lf.config", "lf.models.spec", "lf.plan", "lf.storage"),
+    "lf.data": ("lf.data", "lf.config", "lf.models.pictures", "lf.models.spec", "lf.plan", "lf.storage"),
     "lf.train": (
         *("lf.train", "lf.config", "lf.devices", "lf.kernels", "lf.models", "lf.parallel", "lf.plan", "lf.data"),
         *("lf.storage", "lf.terminal"),
@@ -60,8 +60,8 @@ MEGATRON = ("lf/models/", "lf/parallel/", "lf/train/megatron_step.py")
 """Where megatron may be imported."""
 
 LATE = {
-    *("PIL", "av", "h5py", "matplotlib", "megatron", "peft", "pyarrow", "tensorboard", "tokenizers"),
-    *("transformer_engine", "transformers", "triton", "wandb"),
+    *("PIL", "av", "h5py", "matplotlib", "megatron", "msgpack", "peft", "pyarrow", "tensorboard", "tokenizers"),
+    *("transformer_engine", "transformers", "triton", "wandb", "websockets"),
 }
 """Packages that are imported inside functions."""
 

@@ -1,6 +1,8 @@
 """Rows of LeRobot datasets are those of the recording, in both formats, whatever is asked of them."""
 
+import gc
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,11 +17,12 @@ import pytest
 
 from lf.data.config import Camera, LeRobotData, Mixture, Normalise, Signal, TextData, Weighted
 from lf.data.lerobot import LeRobotRows
-from lf.data.loader import micro_batches, read_rows
+from lf.data.loader import micro_batches, prefetch, read_rows
 from lf.data.normalise import compute_stats, decode_actions, make_normaliser, restore
 from lf.data.source import DataCtx, Rows, normalisers_of, open_data
 from tests.data_tools import context
 from tests.robot_tools import CAMERAS, FPS, SIZE, TASKS, Toy, change_column, level, write_v21, write_v30
+from tests.test_video import resident
 
 TOY = Toy()
 RAW = Normalise(state="none", actions="none")
@@ -240,6 +243,32 @@ def test_threads_read_the_rows_that_one_reads(
     for one, other in zip(alone, together, strict=True):
         assert one["id"] == other["id"]
         assert all((one["images"][key] == other["images"][key]).all() for key in CAMERAS)
+
+
+def test_memory_and_open_files_do_not_grow_over_two_thousand_rows(
+    made: dict[str, Path], ctx: DataCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LeRobotRows, "threads", 2)
+    rows = open_rows(attrs.evolve(DATA, path=str(made["v2.1"])), ctx)
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return resident(), len(os.listdir("/proc/self/fd"))
+
+    def read(steps: range) -> int:
+        shares = {"batch": 20, "micro_batch": 20, "dp": 1, "dp_rank": 0}
+        with prefetch(lambda step: micro_batches(rows, step=step, **shares), steps) as fetched:
+            return sum(len(item.value[0]) for item in fetched)
+
+    assert read(range(1, 21)) == 400
+    memory, files = held()
+    assert read(range(21, 121)) == 2000
+    later = held()
+    # Two thousand rows have 37 MB of pixels.
+    assert later[0] - memory < 12e6
+    assert later[1] <= files + 2
+    assert len(rows.decoders) <= 16
+    rows.decoders.close()
 
 
 def test_facts_name_sizes_and_notice_a_change(made: dict[str, Path], ctx: DataCtx, tmp_path: Path) -> None:

@@ -317,6 +317,29 @@ def test_what_is_padding_has_no_influence_on_loss_or_gradients() -> None:
             assert torch.allclose(grad, moved[key], atol=1e-6 * float(grad.abs().max())), (name, key)
 
 
+def test_batches_leave_out_what_is_padding_in_every_row() -> None:
+    cfg = attrs.evolve(pi05_tiny, cameras=("a", "b", "c"), prompt=20)
+    model, rows = tiny(cfg=cfg), robot.fake_rows(cfg.space, 3, 0)
+    for row, words in zip(rows, (3, 9, 5), strict=True):
+        row["prompt"], row["images"] = np.arange(words), {"c": row["images"]["a"]}
+    rows[1]["images"]["a"] = rows[0]["images"]["c"]
+    whole = spec.draw(cfg, robot.robot_batch(cfg.space, rows), 3, 5)
+    short = batch_of([*rows], cfg)
+    assert (short["images"].shape[1], short["cameras"].shape, short["prompt"].shape) == (2, (3, 2), (3, 16))
+    assert whole["images"].shape[1] == 3
+    (loss, grads), (again, more) = (gradients(model, batch) for batch in (whole, short))
+    assert torch.allclose(loss, again, rtol=1e-6)
+    assert all(torch.allclose(grad, more[name], atol=2e-6 * float(grad.abs().max())) for name, grad in grads.items())
+    with torch.no_grad():
+        a, b = (spec.sample(cfg, model, batch) for batch in (whole, short))
+    assert torch.allclose(a, b, atol=1e-5)
+    nobody = spec.collate(cfg, [None, None], rows[0])
+    assert nobody["images"].shape[1] == 1
+    assert torch.isfinite(spec.forward(cfg, model, spec.draw(cfg, nobody, 0, 0))).all()
+    full = {**rows[0], "prompt": np.arange(20)}
+    assert spec.collate(cfg, [full, rows[1]], full)["prompt"].shape == (2, 20)
+
+
 def test_a_padding_row_adds_nothing() -> None:
     model, rows = tiny(), rows_of(2)
     loss, grads = gradients(model, batch_of([*rows]))

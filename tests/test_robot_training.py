@@ -197,7 +197,9 @@ def test_a_row_has_the_prompt_that_the_policy_reads(tmp_path: Path) -> None:
     text = spec.prompt(model, row["task"], row["state"])
     assert bytes(row["prompt"].tolist()).decode() == text
     assert text.startswith(f"Task: {row['task']}, State: ")
-    with pytest.raises(ValueError, match=r"toy, episode 0: the prompt of the task 'lift the cup' has 4\d tokens"):
+    with pytest.raises(
+        ValueError, match=r"toy, episode 1: the prompt of the task 'push the block' has up to 50 tokens"
+    ):
         open_data(attrs.evolve(data, max_prompt=40), ctx)
     with pytest.raises(ValueError, match="data: the model reads tasks as text, which needs a tokenizer"):
         open_data(data, attrs.evolve(ctx, tokenizer=None))

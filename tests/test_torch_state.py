@@ -303,6 +303,30 @@ def _(cfg: Choice) -> ShardSpec:
     return ShardSpec(fsdp_units=("layers.*", "unused"))
 
 
+class Skipping(Choosing):
+    """A layer that only some rows go through at all."""
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSH = self.embed(tokens_BS)
+        x_BSH = x_BSH + self.layers[0](x_BSH)
+        return self.head(self.unused(x_BSH) if bool((tokens_BS == 0).any()) else x_BSH)
+
+
+@attrs.frozen(kw_only=True)
+class Skip(Choice):
+    """Its config."""
+
+
+@spec.build_model.register
+def _(cfg: Skip, ctx: Ctx) -> nn.Module:
+    return Skipping(cfg)
+
+
+@spec.shard_spec.register
+def _(cfg: Skip) -> ShardSpec:
+    return ShardSpec(fsdp_units=("layers.*",))
+
+
 def choose(cfg: Toy, parallel: lf.TorchParallel) -> dict[str, Tensor]:
     """Trains on four micro-batches of which the first alone uses every parameter."""
     engine, layout = engine_of(cfg, parallel, optim=lf.AdamW(lr=1e-2, eps=1e-3))
@@ -318,7 +342,9 @@ def choose(cfg: Toy, parallel: lf.TorchParallel) -> dict[str, Tensor]:
     return whole_pieces(engine, state)
 
 
-@pytest.mark.parametrize("cfg", [Choice(vocab=40), Average(vocab=40)], ids=["unit", "root"])
+@pytest.mark.parametrize(
+    "cfg", [Choice(vocab=40), Average(vocab=40), Skip(vocab=40)], ids=["unit", "root", "whole layer"]
+)
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_parameters_without_a_gradient_hang_nothing(workers: Workers, cfg: Toy, strategy: Any) -> None:
     (alone,) = workers.run(1, choose, cfg, P())

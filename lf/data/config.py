@@ -73,6 +73,30 @@ class Normalise:
 
 
 @attrs.frozen(kw_only=True)
+class Augment:
+    """How pictures are changed at random while a policy trains (`data/augment.py`); the defaults change nothing.
+
+    `lf.data.augment.openpi` is what openpi trains Pi0.5 with.
+    """
+
+    size: int = attrs.field(default=0, validator=ge(0))
+    """Pixels of a side of the square that pictures are fitted to beforehand, as they are, on black: the model's own
+    size. 0 takes them as they come."""
+    crop: float = attrs.field(default=1.0, validator=and_(gt(0.0), le(1.0)))
+    """Share of each side that a window has, which stands anywhere and is resized to the whole."""
+    rotate: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(180.0)))
+    """Largest angle of a rotation, in degrees, either way."""
+    brightness: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    """How far the factor on all values may be from 1."""
+    contrast: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    """How far the factor on the distance from the picture's mean may be from 1."""
+    saturation: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    """How far the factor on the distance from grey may be from 1."""
+    steady: tuple[str, ...] = ()
+    """Glob patterns of cameras whose pictures are neither cropped nor rotated: those that move with a hand."""
+
+
+@attrs.frozen(kw_only=True)
 class LeRobotData(DataConfig):
     """A LeRobot dataset (v2.1 or v3.0): one row for each frame, with the chunk of actions that follows it."""
 
@@ -96,6 +120,9 @@ class LeRobotData(DataConfig):
     """How states and actions are scaled."""
     tolerance: float = attrs.field(default=1e-4, validator=gt(0.0))
     """Seconds by which a timestamp may miss its frame, and a time of a window the frame that it means."""
+    augment: Augment | None = None
+    """How the pictures of training rows are changed at random. Those of held-out data never are, nor what a policy sees
+    when it acts."""
     max_prompt: int = attrs.field(default=0, validator=ge(0))
     """Most tokens of a prompt (of what the policy reads of a task) that are allowed; 0 sets no limit."""
 
@@ -128,7 +155,8 @@ class HfTokenizer(TokenizerConfig):
     """A Hugging Face tokenizer folder, or a `tokenizer.json`.
 
     What its own template adds to a text is left out: packed documents, and the prompts of `generate.py`, have no
-    begin-of-text token in front (Llama's `<|begin_of_text|>`); the end-of-text token alone parts them.
+    begin-of-text token in front (Llama's `<|begin_of_text|>`); the end-of-text token alone parts them. The prompts of
+    robot policies do have it, as openpi's and LeRobot's have PaliGemma's.
     """
 
     path: str

@@ -39,6 +39,8 @@ class Tokenizer:
     """sha256 of `tokenizer.json`."""
     files: Mapping[str, bytes]
     """Files of the tokenizer by name, as they must stand beside exported weights."""
+    start: tuple[int, ...] = ()
+    """Ids that its own template puts before a text: PaliGemma's begin-of-text token, say."""
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -74,7 +76,15 @@ def read_tokenizer(path: Path) -> Tokenizer:
         eos=_eos(file, inner.token_to_id, vocab),
         fingerprint=hashlib.sha256(data).hexdigest(),
         files={"tokenizer.json": data, **files},
+        start=_start(inner),
     )
+
+
+def _start(inner: Any) -> tuple[int, ...]:
+    """Returns the ids before those of a text that has the template's tokens around it."""
+    plain, whole = (inner.encode("a", add_special_tokens=on).ids for on in (False, True))
+    places = range(len(whole) - len(plain) + 1)
+    return tuple(whole[: next((at for at in places if whole[at : at + len(plain)] == plain), 0)])
 
 
 def _eos(file: Path, token_to_id: Callable[[str], int | None], vocab: int) -> int:

@@ -19,10 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lf.config import to_json
+from lf.data.augment import Images, augmented
 from lf.data.cache import build_once, key_of
 from lf.data.config import Camera, LeRobotData
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.lerobot_choose import Prompt, check_keys, check_prompts, choose_cameras, choose_episodes, window_steps
+from lf.data.lerobot_choose import (
+    Most,
+    Prompt,
+    check_keys,
+    check_prompts,
+    choose_cameras,
+    choose_episodes,
+    window_steps,
+)
 from lf.data.lerobot_meta import read_meta
 from lf.data.lerobot_scan import Scan
 from lf.data.lerobot_store import Pictures, build_store, content_key, open_pictures, read_pictures
@@ -77,6 +86,8 @@ class LeRobotRows:
     """Open videos."""
     prompt: Prompt | None = None
     """Gives the token ids of what a policy reads; None where rows have no prompt."""
+    augment: Callable[[Images, str], dict[str, Any]] | None = None
+    """Returns the pictures of the row with an id as training sees them; None leaves them as they are."""
 
     def __len__(self) -> int:
         """Returns the rows of one epoch."""
@@ -88,11 +99,17 @@ class LeRobotRows:
         return min(_MOST_THREADS, os.cpu_count() or 1) if self.pictures else 1
 
     def row(self, epoch: int, index: int) -> dict[str, Any]:
-        """Returns the row at a place of an epoch, as `frame_row` gives it; its `id` begins with `epoch:index`."""
+        """Returns the row at a place of an epoch; its `id` begins with `epoch:index`.
+
+        It is as `frame_row` gives it, but for pictures that are changed at random, all of one camera in one way.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of an epoch of {len(self)} rows")
         row = self.frame_row(int(self.order(epoch)[index]))
-        return {**row, "id": f"{epoch}:{index} {row['id']}"}
+        ident = f"{epoch}:{index} {row['id']}"
+        if self.augment is not None and "images" in row:
+            row["images"] = self.augment(row["images"], ident)
+        return {**row, "id": ident}
 
     def frame_row(self, row: int) -> dict[str, Any]:
         """Returns the row of a frame, counted from 0 over the episodes in ascending order:
@@ -122,9 +139,7 @@ class LeRobotRows:
             out["actions"] = encode_actions(self.normalisers, raw, out.get("state_raw"))
         task = self.tasks[int(self.columns["task_index"][row, 0])]
         if self.prompt is not None:
-            state = out.get("state_raw")
-            seen = np.zeros(0, np.float32) if state is None else normalise(self.normalisers.state, state, "state")
-            out["prompt"] = self.prompt(task, seen)
+            out["prompt"] = prompt_ids(self.prompt, self.normalisers, task, out.get("state_raw"))
         return {
             **out,
             "task": task,
@@ -207,19 +222,26 @@ class LeRobotRows:
 
 
 def open_lerobot(
-    cfg: LeRobotData, *, prompt: Prompt | None = None, seed: int, cache_dir: Path, where: str
+    cfg: LeRobotData,
+    *,
+    prompt: Prompt | None = None,
+    most: Most | None = None,
+    seed: int,
+    cache_dir: Path,
+    where: str,
+    training: bool = True,
 ) -> LeRobotRows:
     """Returns the rows of a LeRobot dataset, auditing it first unless `cache_dir` holds its content already.
 
-    They are not scaled yet: that is `LeRobotRows.scaled`. `prompt` gives the token ids of a task. `where` names the
-    config in errors. Raises ValueError, naming dataset, episode, feature and file, for everything that training on it
-    would stumble over.
+    They are not scaled yet: that is `LeRobotRows.scaled`. `prompt` gives the token ids of a task, `most` how many there
+    may be. `where` names the config in errors. Unless they are for `training`, pictures are as they were recorded.
+    Raises ValueError, naming dataset, episode, feature and file, for everything that training on it would stumble over.
     """
     meta = read_meta(Path(cfg.path).expanduser())
     episodes = choose_episodes(meta, cfg.episodes, where)
     cameras = choose_cameras(meta, cfg.cameras, where)
     keys = check_keys(meta, cfg, where)
-    check_prompts(meta, episodes, cfg, prompt, where)
+    check_prompts(meta, episodes, cfg.state, prompt, most or Most(data=cfg.max_prompt, where=where))
     steps = window_steps(cfg, cameras, meta.fps, where)
     want = Scan(
         meta=meta,
@@ -246,20 +268,28 @@ def open_lerobot(
         order=functools.lru_cache(maxsize=2)(functools.partial(permutation, sum(lengths), seed)),
         decoders=Decoders(),
         prompt=prompt,
+        augment=functools.partial(augmented, cfg.augment, seed) if training and cfg.augment is not None else None,
     )
 
 
 def make_prompt(text: Callable[[str, Floats], str] | None, tokenizer: Tokenizer | None, where: str) -> Prompt | None:
     """Returns what gives token ids, of the task alone without `text`; None without a tokenizer.
 
+    They begin as the tokenizer's template has it: Pi0.5 was trained with a begin-of-text token, by openpi and LeRobot.
     Raises ValueError where `text` is there and no tokenizer.
     """
     if tokenizer is None:
         if text is not None:
             raise ValueError(f"{where}: the model reads tasks as text, which needs a tokenizer; set tokenizer, or init")
         return None
-    encode, spell = tokenizer.encode_batch, text or (lambda task, state: task)
-    return lambda task, state: np.array(encode([spell(task, state)])[0], np.int64)
+    start, encode, spell = tokenizer.start, tokenizer.encode_batch, text or (lambda task, state: task)
+    return lambda task, state: np.array([*start, *encode([spell(task, state)])[0]], np.int64)
+
+
+def prompt_ids(prompt: Prompt, norms: Normalisers, task: str, state: Floats | None) -> NDArray[np.int64]:
+    """Returns the token ids of what a policy reads of a task and a raw state [D], None for rows without one."""
+    seen = np.zeros(0, np.float32) if state is None else normalise(norms.state, state, "state")
+    return prompt(task, seen)
 
 
 def fit_rows(parts: Sequence[LeRobotRows], cache_dir: Path, where: str) -> Normalisers:

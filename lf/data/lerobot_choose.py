@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +12,19 @@ from lf.data.lerobot_scan import check_camera
 
 Prompt = Callable[[str, NDArray[np.float32]], NDArray[np.int64]]
 """Gives the token ids of what a policy reads, from the task and the scaled state [D]."""
+
+
+@attrs.frozen(kw_only=True)
+class Most:
+    """How many tokens a prompt may have; 0 sets no limit."""
+
+    data: int = 0
+    """What the data's config allows."""
+    model: int = 0
+    """What the model takes."""
+    where: str = "data"
+    """Where the data's config stands in the run."""
+
 
 _SHOWN = 5
 
@@ -85,28 +99,41 @@ def check_keys(meta: Meta, cfg: LeRobotData, where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for _, key in fields))
 
 
-def check_prompts(meta: Meta, episodes: Sequence[int], cfg: LeRobotData, prompt: Prompt | None, where: str) -> None:
-    """Raises ValueError, with the episode, for a task whose prompt has more tokens than `cfg.max_prompt`.
+def check_prompts(meta: Meta, episodes: Sequence[int], state: Sequence[str], prompt: Prompt | None, most: Most) -> None:
+    """Raises ValueError, with the episode, for a task whose prompt may have more tokens than are allowed.
 
-    A state in it is taken to be 0 in every dim.
+    A policy may write the state of each frame into it: `state` are its features, and it is taken to be the longest of
+    those whose dims are all alike.
     """
-    if not cfg.max_prompt:
-        return
-    if prompt is None:
+    if most.data and prompt is None:
         raise ValueError(
-            f"{where}.max_prompt = {cfg.max_prompt} counts tokens, and the run has no tokenizer; set one, or 0"
+            f"{most.where}.max_prompt = {most.data} counts tokens, and the run has no tokenizer; set one, or 0"
         )
+    limits = [(most.data, f"{most.where}.max_prompt"), (most.model, "model.prompt")]
+    limit, field = min(((count, name) for count, name in limits if count), default=(0, ""))
+    if not limit or prompt is None:
+        return
     first: dict[str, int] = {}
     for number in episodes:
         for task in meta.episodes[number].tasks or meta.tasks.values():
             first.setdefault(task, number)
-    state = np.zeros(sum(meta.features[key].shape[0] for key in cfg.state), np.float32)
-    for task, number in first.items():
-        if (count := len(prompt(task, state))) > cfg.max_prompt:
-            raise ValueError(
-                f"{meta.root}, episode {number}: the prompt of the task {task!r} has {count} tokens, and "
-                f"{where}.max_prompt is {cfg.max_prompt}; shorten it, or raise max_prompt"
-            )
+    longest = _longest_state(prompt, sum(meta.features[key].shape[0] for key in state))
+    count, task = max((len(prompt(task, longest)), task) for task in first)
+    if count > limit:
+        raise ValueError(
+            f"{meta.root}, episode {first[task]}: the prompt of the task {task!r} has up to {count} tokens, and "
+            f"{field} is {limit}; shorten it, or raise {field}"
+        )
+
+
+def _longest_state(prompt: Prompt, dims: int) -> NDArray[np.float32]:
+    """Returns the scaled state [D] that takes most tokens, of those in the middle of each bin of a policy and beyond.
+
+    Where a tokenizer splits at blanks, numbers do not depend on their neighbours, and no other state takes more.
+    """
+    levels = (np.arange(-1, 257) + 0.5) / 128 - 1.0
+    states = [np.full(dims, level, np.float32) for level in levels] if dims else [np.zeros(0, np.float32)]
+    return max(states, key=lambda state: len(prompt("", state)))
 
 
 def window_steps(cfg: LeRobotData, cameras: Sequence[Camera], fps: float, where: str) -> dict[str, tuple[int, ...]]:

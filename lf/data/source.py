@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 import attrs
 
+from lf.data.acting import ActingFacts, acting_facts
 from lf.data.cache import key_of
 from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.lerobot import LeRobotRows, check_alike, fit_rows, make_prompt, open_lerobot
+from lf.data.lerobot_choose import Most
 from lf.data.lerobot_meta import read_meta
 from lf.data.normalise import Floats, Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
@@ -59,10 +61,14 @@ class DataCtx:
     """The run's tokenizer, None where it has none."""
     prompt: Callable[[str, Floats], str] | None = None
     """Makes the text that the run's policy reads of a task and a scaled state; None where there is none."""
+    prompt_limit: int = 0
+    """Most tokens of it that the policy takes (`model.prompt`); 0 sets no limit."""
     path: str = "data"
     """Where the config stands in the run, as errors name it."""
     normalisers: Normalisers | None = None
     """Normalisers of robot data to use (those of training, when held-out data is opened); None takes the config's."""
+    training: bool = True
+    """Whether the rows are trained on: pictures of others are never changed at random."""
 
 
 @attrs.frozen(kw_only=True)
@@ -107,13 +113,28 @@ def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
 
 def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
     prompt = make_prompt(ctx.prompt, ctx.tokenizer, ctx.path)
-    return open_lerobot(cfg, prompt=prompt, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+    most = Most(data=cfg.max_prompt, model=ctx.prompt_limit, where=ctx.path)
+    return open_lerobot(
+        cfg, prompt=prompt, most=most, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path, training=ctx.training
+    )
 
 
 def normalisers_of(rows: Rows) -> Normalisers | None:
     """Returns the normalisers that all robot data of a source is scaled by; None where it has none."""
     parts = _robots(rows)
     return parts[0].normalisers if parts else None
+
+
+def acting_of(rows: Rows) -> ActingFacts | None:
+    """Returns what acting needs to know of a source of robot data; None where it has none."""
+    parts = _robots(rows)
+    return acting_facts(parts) if parts else None
+
+
+def robot_names(rows: Rows) -> str:
+    """Returns the names of a source's robot datasets, with the features of their actions; empty where it has none."""
+    parts = _robots(rows)
+    return "; ".join(dict.fromkeys(f"{part.name}: {', '.join(part.cfg.actions)}" for part in parts))
 
 
 def _robots(rows: Rows) -> list[LeRobotRows]:

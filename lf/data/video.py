@@ -113,6 +113,8 @@ class Decoder:
         self._keys = np.array(sorted(time for time, is_key in entries if is_key), np.int64)
         self._frames: Iterator[Any] = iter(())
         self._last: int | None = None
+        # One for all frames, of one thread: each frame's own would start threads and work its tables out anew.
+        self._colours = self._av.video.reformatter.VideoReformatter()
 
     def frame(self, pts: int) -> Pixels:
         """Returns the frame [H, W, 3] (RGB) whose presentation time is `pts` ticks.
@@ -126,7 +128,7 @@ class Decoder:
             for frame in self._frames:
                 self._last = frame.pts
                 if frame.pts == pts:
-                    return frame.to_ndarray(format="rgb24")
+                    return self._colours.reformat(frame, format="rgb24", threads=1).to_ndarray()
                 if frame.pts is None or frame.pts > pts:
                     break
         except self._av.error.FFmpegError as error:

@@ -35,6 +35,11 @@ def initial_tensor(cfg: ModelConfig, placed: Placed, local: Tensor, seed: int) -
     else:
         generator = torch.Generator().manual_seed(seed_of(seed, placed.name))
         whole = torch.randn(placed.shape, generator=generator) * rule.std
+    return cut(whole, placed, local)
+
+
+def cut(whole: Tensor, placed: Placed, local: Tensor) -> Tensor:
+    """Returns what a rank's tensor, shaped as `local`, has of a whole one, in fp32; padded rows are 0."""
     out = torch.zeros(local.shape)
     for part in placed.parts:
         take = tuple(slice(a, a + n) for a, n in zip(part.at, part.size, strict=True))

@@ -46,7 +46,7 @@ def fitted(weights: WeightMap, names: Collection[str]) -> WeightMap:
     for rule in weights.rules:
         if isinstance(rule, Prefix) and have and all(name.startswith(rule.prefix) for name in have):
             bare = fitted(weights, {name.removeprefix(rule.prefix) for name in have})
-            return _renamed(bare, rule.prefix.__add__)
+            return renamed(bare, rule.prefix.__add__)
     changed = {
         rule.of: rule.hf
         for rule in weights.rules
@@ -55,20 +55,20 @@ def fitted(weights: WeightMap, names: Collection[str]) -> WeightMap:
     if not changed:
         return weights
     kept = tuple(rule for rule in weights.rules if not (isinstance(rule, Duplicate) and rule.of in changed))
-    return _renamed(WeightMap(rules=kept), lambda name: changed.get(name, name))
+    return renamed(WeightMap(rules=kept), lambda name: changed.get(name, name))
 
 
-def _renamed(weights: WeightMap, name_of: Callable[[str], str]) -> WeightMap:
+def renamed(weights: WeightMap, name_of: Callable[[str], str]) -> WeightMap:
     """Returns the table with other HF names; what it says of further layouts is used up."""
 
-    def renamed(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         if isinstance(value, str):
             return name_of(value)
-        return tuple(map(renamed, value)) if isinstance(value, tuple) and value and isinstance(value[0], str) else value
+        return tuple(map(changed, value)) if isinstance(value, tuple) and value and isinstance(value[0], str) else value
 
     rules = []
     for rule in weights.rules:
         if not isinstance(rule, Prefix | Alias):
             fields = [field.name for field in attrs.fields(type(rule)) if field.name != "lf"]
-            rules.append(attrs.evolve(rule, **{field: renamed(getattr(rule, field)) for field in fields}))
+            rules.append(attrs.evolve(rule, **{field: changed(getattr(rule, field)) for field in fields}))
     return WeightMap(rules=tuple(rules))

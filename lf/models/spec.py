@@ -106,7 +106,8 @@ class ShardSpec:
     """Where the torch path cuts a module; no process group is needed to make one."""
 
     fsdp_units: tuple[str, ...] = ()
-    """Glob patterns of the submodules that become one FSDP unit each; `*` stands for one part of a dotted name."""
+    """Glob patterns of the submodules that become one FSDP unit each; `*` stands for one part of a dotted name. What a
+    forward leaves out on one rank alone must be no unit: it then belongs to the unit around it, where it may."""
     recompute_units: tuple[str, ...] = ()
     """Glob patterns of the submodules whose activations may be recomputed; `*` as above."""
     float32: tuple[str, ...] = ()
@@ -403,6 +404,28 @@ def sample(cfg: ModelConfig, model: nn.Module, batch: Batch) -> Any:
 def prompt(cfg: ModelConfig, task: str, state: np.ndarray) -> str:
     """Returns the text that a robot policy reads, given the task's text and the normalised state [d]."""
     raise no_rule(prompt, cfg)
+
+
+Affine = tuple[Sequence[float], Sequence[float]]
+"""Shift and scale of each dim: a scaled number is (x - shift) / scale."""
+
+
+@functools.singledispatch
+def robot_files(
+    cfg: ModelConfig, config: Mapping[str, Any], state: Affine | None, actions: Affine, delta: bool
+) -> dict[str, bytes]:
+    """Returns files, by name, that other software needs beside the weights to run a robot policy.
+
+    `config` is the config.json of the export; a file of that name replaces it. `delta` says whether actions are
+    differences to the state.
+    """
+    return {}
+
+
+@functools.singledispatch
+def prompt_limit(cfg: ModelConfig) -> int:
+    """Returns the most tokens of a prompt that a robot policy takes, its field `prompt`; 0 sets no limit."""
+    return 0
 
 
 @functools.singledispatch

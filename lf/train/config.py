@@ -6,6 +6,7 @@ import attrs
 from attrs.validators import and_, ge, gt, le, lt, min_len
 
 from lf.data.config import DataConfig, TokenizerConfig
+from lf.models.lora import Lora
 from lf.models.spec import ModelConfig
 from lf.parallel.config import MegatronParallel, ParallelConfig
 
@@ -155,6 +156,9 @@ class Save:
     """Steps between Hugging Face exports to `hf_step_<n>/`; the end always exports to `hf/`."""
     averaged: bool = True
     """Whether exports have the running average of the weights where `optim.ema` keeps one, or the trained weights."""
+    lora: Literal["both", "merged", "adapter"] = "both"
+    """What a run with `adapt` exports: the model with the adapters merged into its weights (`hf/`), the adapters as a
+    PEFT folder (`adapter/`), or both."""
 
 
 @attrs.frozen(kw_only=True)
@@ -183,6 +187,8 @@ class Run:
     """Rows of one step over all ranks."""
     optim: OptimConfig = AdamW()
     """The optimiser."""
+    adapt: Lora | None = None
+    """Low-rank adapters that are trained in place of the weights; None trains the weights. For the torch path."""
     parallel: ParallelConfig = attrs.field(default=MegatronParallel(), metadata=MAY_CHANGE)
     """How the run is spread over ranks. A resume may change it."""
     precision: Precision = Precision()

@@ -19,21 +19,23 @@ import attrs
 import torch
 from torch import Tensor
 
-from lf.config import load_classes, load_function, to_json
+from lf.config import from_json, load_classes, load_function, to_json
+from lf.data.acting import ActingFacts
 from lf.data.hf_tokenizer import FILES, read_tokenizer
 from lf.models import hf, weights
 from lf.models.hf_folder import HfFolder, few, open_folder
 from lf.models.hf_save import new_folder, store_source
 from lf.models.layouts import fitted
+from lf.models.lora import merged
 from lf.models.spec import weight_map
 from lf.models.weights import WeightMap
 from lf.train.checkpoint import CheckpointError, Skipped, save
 from lf.train.config import Precision
 from lf.train.folder import SOURCE, TOKENIZER, write_files
-from lf.train.names import EMA, WEIGHT, key, weight_shapes
+from lf.train.names import EMA, WEIGHT, base_shapes, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.shards import Piece
-from lf.train.start import export, from_checkpoint, newest, stated_shapes
+from lf.train.start import acting_files, export, from_checkpoint, newest, stated_shapes
 
 REPORT = "report.json"
 """File of a converted folder that accounts for every tensor."""
@@ -80,10 +82,10 @@ def import_folder(src: Path, dst: Path, family: str = "") -> Converted:
 def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "") -> Converted:
     """Writes the newest good checkpoint of a run folder, or of an imported one, as a Hugging Face folder.
 
-    It is what the run itself exports at that step: keys, dtypes, split into files, config.json and tokenizer are those
-    of the folder that the weights came from, if there is one. One shard is in memory at a time. `family` and
-    `config_file` are as in `open_saved`. Raises ValueError where `src` is no such folder or saving to `dst` would lose
-    something, CheckpointError where no checkpoint is good.
+    It is what the run itself exports at that step, adapters merged into the weights: keys, dtypes, split into files,
+    config.json and tokenizer are those of the folder that the weights came from, if there is one. One shard is in
+    memory at a time. `family` and `config_file` are as in `open_saved`. Raises ValueError where `src` is no such folder
+    or saving to `dst` would lose something, CheckpointError where no checkpoint is good.
     """
     if not (src / "checkpoints").is_dir():
         raise ValueError(f"{src} has no checkpoints; give a run folder of lf, or a folder that an import wrote")
@@ -95,7 +97,8 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
     dtype = _trained_dtype(reader)
     start = from_checkpoint(src, reader)
     table = weight_map(start.model)
-    left = [name for name in weight_shapes(reader) if name not in table.by_lf]
+    shapes = weight_shapes(reader)
+    left = [name for name in base_shapes(shapes) if name not in table.by_lf]
     if left:
         raise ValueError(
             f"{reader.path} holds {len(left)} weights that this model does not have: {few(left)}; export it "
@@ -111,7 +114,12 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
     kept = src / TOKENIZER
     files = {name: (kept / name).read_bytes() for name in FILES if (kept / name).is_file()}
     eos = read_tokenizer(kept).eos if files and start.source is None else None
-    export(start.model, get, dst, source=start.source, files=files, eos=eos, write=True)
+    adapted = len(shapes) > len(base_shapes(shapes))
+    whole = merged(get, shapes, reader.fact("lora_scale", float)) if adapted else get
+    text = reader.meta.get("acting")
+    facts = from_json(text, source=str(reader.path), kind=ActingFacts) if isinstance(text, str) else None
+    beside = {**files, **acting_files(start.model, start.source, facts)}
+    export(start.model, whole, dst, source=start.source, files=beside, eos=eos, write=True)
     made = open_folder(dst)
     rows = weights.report(fitted(table, made.names), made)
     write_files(dst, {REPORT: _json(rows)})

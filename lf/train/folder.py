@@ -31,6 +31,10 @@ SOURCE = "source"
 """Folder of what is remembered of an imported Hugging Face folder."""
 HF = "hf"
 """The export at the end."""
+ADAPTER = "adapter"
+"""The adapters at the end, where a run trains some."""
+ACTING = "acting.json"
+"""What acting needs to know of the robot, in an export (`lf.data.acting`)."""
 
 
 @contextlib.contextmanager

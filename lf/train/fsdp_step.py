@@ -2,14 +2,15 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lf.models.initialise import seed_of
-from lf.models.spec import Batch, Ctx, ModelConfig, forward, loss_terms, named_tensors
+from lf.models.initialise import cut, seed_of
+from lf.models.lora import adapt, first_values, weight_of
+from lf.models.spec import Batch, Ctx, ModelConfig, forward, loss_terms, named_tensors, weight_map
 from lf.parallel.config import TorchParallel
 from lf.parallel.torch_dp import Spread, built, cuts, prepare, replicate, shard, share
 from lf.parallel.torch_units import Say
@@ -19,16 +20,24 @@ from lf.train.optim import Groups, check_parts, freeze, make_optimizer, param_gr
 from lf.train.state import Engine, Published, TrainState, check_names, initial_value
 from lf.train.step import Mechanics, Pass, evaluation, to_device, train_step, weighted_loss
 
+Adapter = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, Tensor]]
+"""Returns the tensors that adapters start from, whole and by canonical name, given all global shapes of the model."""
+
 
 def torch_engine(
-    run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | None = None, say: Say = warnings.warn
+    run: Run,
+    cfg: ModelConfig,
+    ctx: Ctx,
+    published: Published | None = None,
+    say: Say = warnings.warn,
+    adapter: Adapter | None = None,
 ) -> Engine:
     """Returns the torch path of a run: model with weights, optimiser and step on this rank.
 
     `ctx.dtype` is what the model computes in; main weights are float32. `say` is told what does not go as asked.
     """
     assert isinstance(run.parallel, TorchParallel)
-    spread = _spread(run, run.parallel, cfg, ctx, published, say)
+    spread = _spread(run, run.parallel, cfg, ctx, published, say, adapter)
     decay = run.optim.ema
     optimizer = make_optimizer(run.optim, _groups(run, spread))
     mechanics = torch_mechanics(run.seed, cfg, ctx, spread, decay)
@@ -51,7 +60,13 @@ def torch_engine(
 
 
 def _spread(
-    run: Run, parallel: TorchParallel, cfg: ModelConfig, ctx: Ctx, published: Published | None, say: Say
+    run: Run,
+    parallel: TorchParallel,
+    cfg: ModelConfig,
+    ctx: Ctx,
+    published: Published | None,
+    say: Say,
+    adapter: Adapter | None,
 ) -> Spread:
     """Returns the model with its first weights, as the strategy spreads it."""
     model = built(cfg, ctx, parallel)
@@ -59,25 +74,36 @@ def _spread(
     check_names(cfg, held)
     if published is not None:
         published.check({name: tuple(tensor.shape) for name, tensor in held.items()}, (0, 1))
-    check_parts(run.optim, dict(model.named_parameters()).keys())
+    if run.adapt is not None:
+        adapt(model, run.adapt, weight_map(cfg))
+    # Beside adapters, only what is trained can have a learning rate of its own.
+    parts = [name for name, param in model.named_parameters() if run.adapt is None or param.requires_grad]
+    check_parts(run.optim, parts)
     freeze(model.named_parameters(), run.optim)
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    start = {} if adapter is None else adapter(shapes)
     prepare(model, cfg, ctx, parallel, say)
     if cuts(parallel):
         spread = shard(model, cfg, ctx, parallel)
-        _set_weights(model, cfg, run.seed, published)
+        _set_weights(model, cfg, run.seed, published, start)
     else:
-        _set_weights(model, cfg, run.seed, published)
+        _set_weights(model, cfg, run.seed, published, start)
         spread = replicate(model, cfg, ctx, parallel)
     _share_buffers(model)
     return spread
 
 
 @torch.no_grad()
-def _set_weights(model: nn.Module, cfg: ModelConfig, seed: int, published: Published | None) -> None:
+def _set_weights(
+    model: nn.Module, cfg: ModelConfig, seed: int, published: Published | None, start: Mapping[str, Tensor]
+) -> None:
     for name, tensor in named_tensors(model).items():
+        part = share(tensor)
+        if name in start or weight_of(name):
+            whole = start[name] if name in start else first_values(name, part.shape, seed)
+            part.local.copy_(cut(whole, part.placed(name), part.local))
         # A buffer starts as the module made it.
-        if published is not None or isinstance(tensor, nn.Parameter):
-            part = share(tensor)
+        elif published is not None or isinstance(tensor, nn.Parameter):
             part.local.copy_(initial_value(cfg, seed, part.placed(name), part.local, published))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from lf.models.lora import weight_of
 from lf.train.manifest import CheckpointError
 from lf.train.reader import Reader
 
@@ -26,6 +27,11 @@ def weight_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every weight of a checkpoint by canonical name."""
     start = key(WEIGHT, "")
     return {name.removeprefix(start): reader.shape(name) for name in reader.names if name.startswith(start)}
+
+
+def base_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes without those of adapters."""
+    return {name: shape for name, shape in shapes.items() if not weight_of(name)}
 
 
 def check_state(reader: Reader, expected: Mapping[str, Kind]) -> None:

@@ -10,35 +10,45 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.normalise import Normalisers
-from lf.data.source import DataCtx, Rows, normalisers_of, open_data
+from lf.data.source import DataCtx, Rows, acting_of, normalisers_of, open_data, robot_names
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
 from lf.models.hf_save import check_target
+from lf.models.layouts import fitted
+from lf.models.lora import merged
+from lf.models.peft import FILES as ADAPTER_FILES
+from lf.models.peft import read_adapter, save_adapter
 from lf.models.spec import (
     Ctx,
     Layout,
     ModelConfig,
     check_layout,
     check_model,
+    collate,
     has_rule,
     hf_config,
+    named_tensors,
     paths,
     prompt,
+    prompt_limit,
     type_name,
     weight_map,
 )
+from lf.models.weights import WeightMap
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
 from lf.train.folder import (
+    ADAPTER,
     HF,
     METRICS,
     TOKENIZER,
@@ -55,8 +65,8 @@ from lf.train.profile import check_window
 from lf.train.reader import Reader
 from lf.train.schedule import check_schedule
 from lf.train.sinks import check_sinks, last_evaluation, open_progress, open_sinks
-from lf.train.start import export, from_checkpoint, open_start
-from lf.train.state import Engine, Published, TrainState
+from lf.train.start import Start, acting_files, export, from_checkpoint, open_start
+from lf.train.state import Engine, TrainState
 
 MOST_ROWS = 2**31
 """Rows of a step, beyond which a number is a slip."""
@@ -98,10 +108,24 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
             f"optim.ema = {run.optim.ema} is for the torch path, and parallel is a MegatronParallel; set ema to 0, or "
             "parallel to lf.TorchParallel(...) where the model trains there"
         )
+    if run.adapt is not None:
+        _check_adapt(run, path)
     check_schedule(run.optim.schedule, run.steps)
     check_window(run.profile, run.steps)
     check_sinks(run.log)
     return resolve(run.parallel, world)
+
+
+def _check_adapt(run: Run, path: str) -> None:
+    if path == "megatron":
+        raise ValueError(
+            "adapt is for the torch path, and parallel is a MegatronParallel; set adapt to None, or parallel to "
+            "lf.TorchParallel(...) where the model trains there"
+        )
+    if run.optim.freeze:
+        raise ValueError(
+            f"adapt freezes all but its adapters and adapt.full, and optim.freeze = {run.optim.freeze}; leave it empty"
+        )
 
 
 def open_job(
@@ -135,13 +159,15 @@ def open_job(
         check_same_data(reader, meta)
     _check_alike(comm, {**meta, "held-out data": None if inputs.eval_rows is None else inputs.eval_rows.describe()})
     with _memory_explained(device):
-        engine, layout = _engine(run, start.model, layout, device, None if reader else start.published, say)
+        engine, layout = _engine(run, start, layout, device, reader is None, say)
     if reader is not None:
         engine = _restored(engine, reader, comm)
         say(f"resumed from {reader.path}")
     check_room(folder, engine.pieces(engine.state), 1, comm)
     kept = dict(start.source.files) if start.source else {}
-    check_target(folder / HF, [*kept, *inputs.tokenizer_files])
+    beside = {**inputs.tokenizer_files, **acting_files(start.model, start.source, acting_of(inputs.rows))}
+    check_target(folder / HF, [*kept, *beside])
+    check_target(folder / ADAPTER, ADAPTER_FILES)
 
     def write_folder() -> None:
         if reader is not None:
@@ -156,12 +182,20 @@ def open_job(
     on_first(comm, write_folder)
 
     def save_hf(state: TrainState, name: str) -> None:
+        get = engine.weights(state)
+        if run.adapt is not None:
+            if run.save.lora != "merged":
+                place = folder / name.replace(HF, ADAPTER, 1)
+                _save_adapter(run, start, state, get, place, write=comm.rank == 0)
+            if run.save.lora == "adapter":
+                return
+            get = merged(get, named_tensors(state.chunks[0]), run.adapt.scale)
         export(
             start.model,
-            engine.weights(state),
+            get,
             folder / name,
             source=start.source,
-            files=inputs.tokenizer_files,
+            files=beside,
             eos=None if inputs.tokenizer is None else inputs.tokenizer.eos,
             write=comm.rank == 0,
         )
@@ -231,12 +265,20 @@ class _Inputs:
 def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConfig, layout: Layout) -> _Inputs:
     tokenizer = _tokenizer(run, folder, reader)
     check_split(run.data, run.eval.data)
-    rows = _open(run.data, "data", run.seed, model, tokenizer)
+    rows = _open(run.data, "data", run.seed, model, tokenizer, training=True)
     check_layout(model, layout, rows.describe().get("length", 1))
     # Held-out rows are packed in one way, so that held-out losses compare between seeds.
     norms = normalisers_of(rows)
-    eval_rows = None if run.eval.data is None else _open(run.eval.data, "eval.data", 0, model, tokenizer, norms)
+    eval_rows = None
+    if run.eval.data is not None:
+        eval_rows = _open(run.eval.data, "eval.data", 0, model, tokenizer, norms, training=False)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
+
+
+def open_reading(run: Run, model: ModelConfig) -> tuple[Rows, Tokenizer | None]:
+    """Returns the training rows and the tokenizer of a new run, for what reads as it does without training."""
+    tokenizer = _tokenizer(run, Path(), None)
+    return _open(run.data, "data", run.seed, model, tokenizer, training=False), tokenizer
 
 
 def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
@@ -247,9 +289,11 @@ def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
         # What exports have: the Megatron path's are the weights that compute, the torch path's the main weights.
         "params": run.precision.params if isinstance(run.parallel, MegatronParallel) else "float32",
         "averaged": run.optim.ema > 0 and run.save.averaged,
+        "lora_scale": None if run.adapt is None else run.adapt.scale,
         "tokenizer": inputs.tokenizer_facts,
         "data": inputs.rows.describe(),
         "normalisers": inputs.normalisers,
+        "acting": None if (acting := acting_of(inputs.rows)) is None else to_json(acting),
     }
 
 
@@ -295,14 +339,18 @@ def _open(
     model: ModelConfig,
     tokenizer: Tokenizer | None,
     normalisers: Normalisers | None = None,
+    *,
+    training: bool,
 ) -> Rows:
     ctx = DataCtx(
         seed=seed,
         cache_dir=cache_dir(),
         tokenizer=tokenizer,
         prompt=functools.partial(prompt, model) if has_rule(prompt, model) else None,
+        prompt_limit=prompt_limit(model),
         path=path,
         normalisers=normalisers,
+        training=training,
     )
     rows = open_data(data, ctx)
     if not len(rows):
@@ -310,19 +358,27 @@ def _open(
     facts = dict(rows.describe())
     if tokenizer is not None:
         facts["vocab"] = max(facts.get("vocab", 0), tokenizer.vocab)
-    check_model(model, facts)
+    names = robot_names(rows)
+    try:
+        check_model(model, facts)
+        # What a model refuses in every row is found here, and not by the thread that fetches the first step.
+        first = rows.row(0, 0)
+        collate(model, [first], first)
+    except ValueError as error:
+        raise ValueError(f"{path} ({names}): {error}" if names else str(error)) from error
     return rows
 
 
 def _engine(
     run: Run,
-    model: ModelConfig,
+    start: Start,
     layout: Layout,
     device: Device,
-    published: Published | None,
+    first: bool,
     say: Callable[[str], None],
 ) -> tuple[Engine, Layout]:
-    dtype = getattr(torch, run.precision.params)
+    """Returns the engine, with its first weights where the run is `first` begun."""
+    dtype, model, published = getattr(torch, run.precision.params), start.model, start.published if first else None
     if isinstance(run.parallel, MegatronParallel):
         from lf.parallel.megatron import make_context
         from lf.train.megatron_step import megatron_engine
@@ -332,7 +388,26 @@ def _engine(
     from lf.train.fsdp_step import torch_engine
 
     layout = attrs.evolve(layout, dp_rank=dist.get_rank())
-    return torch_engine(run, model, Ctx(device=device, dtype=dtype, layout=layout), published, say), layout
+    adapter = None
+    if first and run.adapt is not None and run.adapt.start:
+        adapter = functools.partial(read_adapter, run.adapt, _table(start), run.seed)
+    return torch_engine(run, model, Ctx(device=device, dtype=dtype, layout=layout), published, say, adapter), layout
+
+
+def _table(start: Start) -> WeightMap:
+    """Returns the weight table in the names of what the run started from."""
+    names = [kept.name for kept in start.source.tensors] if start.source else []
+    return fitted(weight_map(start.model), names)
+
+
+def _save_adapter(
+    run: Run, start: Start, state: TrainState, get: Callable[[str], Tensor], path: Path, *, write: bool
+) -> None:
+    assert run.adapt is not None
+    (model,) = state.chunks
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    names = list(named_tensors(model))
+    save_adapter(path, run.adapt, _table(start), names, trained, get, base=run.init, write=write)
 
 
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:

@@ -11,18 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lf.config import code_of, from_json, load_classes, load_function
+from lf.config import code_of, from_json, load_classes, load_function, to_json
+from lf.data.acting import ActingFacts
 from lf.devices.device import Device
 from lf.models import hf, weights
-from lf.models.hf_folder import STEMS, open_folder
+from lf.models.hf_folder import STEMS, open_folder, parse_config
 from lf.models.hf_save import Source, load_source, save_folder
 from lf.models.layouts import fitted
-from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, weight_map
+from lf.models.lora import added, sides
+from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, robot_files, weight_map
 from lf.parallel.config import MegatronParallel, resolve
 from lf.train.checkpoint import Skipped, open_latest
 from lf.train.comm import process_group
-from lf.train.folder import SOURCE
-from lf.train.names import WEIGHT, key, weight_shapes
+from lf.train.folder import ACTING, SOURCE
+from lf.train.names import EMA, WEIGHT, base_shapes, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.state import Published, initial_value
 
@@ -91,12 +93,15 @@ def newest(folder: Path) -> tuple[Reader, tuple[Skipped, ...]]:
     return opened.reader, opened.skipped
 
 
-def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None) -> Start:
-    """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states."""
+def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = None, *, averaged: bool = False) -> Start:
+    """Returns what an open checkpoint of a run folder holds; `model` overrules the one that it states.
+
+    With `averaged`, weights that have a running average are that average. Adapters are merged into the weights.
+    """
     found = model if model is not None else _saved_model(folder, reader)
 
     def check(shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> None:
-        saved = weight_shapes(reader)
+        saved = base_shapes(weight_shapes(reader))
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
             told = ", ".join(f"{n}: {saved.get(n)} saved, {shapes.get(n)} in the model" for n in wrong[:3])
@@ -105,7 +110,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     source = folder / SOURCE
     return Start(
         model=found,
-        published=Published(check=check, read=functools.partial(_read, reader)),
+        published=Published(check=check, read=functools.partial(_read, reader, averaged)),
         source=_restated(load_source(source), model) if source.is_dir() else None,
     )
 
@@ -125,12 +130,22 @@ def _saved_model(folder: Path, reader: Reader) -> ModelConfig:
     return model
 
 
-def _read(reader: Reader, placed: Placed) -> Tensor:
-    name = key(WEIGHT, placed.name)
-    out = torch.zeros(weights.held_shape(placed), dtype=reader.dtype(name))
+def _read(reader: Reader, averaged: bool, placed: Placed) -> Tensor:
+    def stored(name: str) -> str:
+        mean = key(EMA, name)
+        return mean if averaged and mean in reader.manifest.tensors else key(WEIGHT, name)
+
+    def read(name: str, at: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return reader.read(stored(name), at, size)
+
+    out = torch.zeros(weights.held_shape(placed), dtype=reader.dtype(stored(placed.name)))
+    a = stored(sides(placed.name)[0])
     for part in placed.parts:
         where = tuple(slice(first, first + n) for first, n in zip(part.local, part.size, strict=True))
-        out[where] = reader.read(name, part.at, part.size)
+        out[where] = read(placed.name, part.at, part.size)
+        if placed.name.endswith(".weight") and a in reader.names:
+            rank, scale = reader.shape(a)[0], reader.fact("lora_scale", float)
+            out[where] += added(placed.name, part, read, rank, scale)
     return out
 
 
@@ -143,15 +158,15 @@ def local_context(model: ModelConfig, device: Device) -> Ctx:
     return make_context(MegatronParallel(), resolve(MegatronParallel(), 1), device, torch.float32)
 
 
-def load_model(start: Start, ctx: Ctx) -> nn.Module:
-    """Returns the model of a context with its published weights."""
-    assert start.published is not None
+def load_model(start: Start, ctx: Ctx, seed: int = 0) -> nn.Module:
+    """Returns the model of a context with its published weights; where there are none, `seed` draws them."""
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     held = _held(model, ctx)
-    start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
+    if start.published is not None:
+        start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
     with torch.no_grad():
         for tensor, placed in held:
-            tensor.copy_(initial_value(start.model, 0, placed, tensor, start.published))
+            tensor.copy_(initial_value(start.model, seed, placed, tensor, start.published))
     return model
 
 
@@ -186,8 +201,9 @@ def export(
 ) -> None:
     """Writes the weights as a Hugging Face folder; every rank calls it, the one with `write` writes.
 
-    Keys, dtypes, files and config.json are the source's where there is one. `files` are the tokenizer's, and `eos` is
-    its end-of-text token, which a config.json that is made here names.
+    Keys, dtypes, files and config.json are the source's where there is one. `files` are the tokenizer's and those of
+    `acting_files`, and `eos` is
+    its end-of-text token, which a config.json that is made here names. A config.json among `files` is taken instead.
     """
     names = [kept.name for kept in source.tensors] if source else []
     tensors = weights.export(fitted(weight_map(model), names), get, source)
@@ -196,5 +212,30 @@ def export(
             pass
         return
     config = (source.config if source else b"") or hf.config_bytes(model, eos=eos)
-    kept = dict(source.files) if source else {}
-    save_folder(path, tensors, config=config, files={**kept, **files}, source=source)
+    kept = (
+        {name: content for name, content in source.files if ACTING not in files or not _scales(name)} if source else {}
+    )
+    ours = {**kept, **files}
+    config = ours.pop("config.json", config)
+    save_folder(path, tensors, config=config, files=ours, source=source)
+
+
+def _scales(name: str) -> bool:
+    """Returns whether a file scales a robot's numbers: that of another robot must not stay."""
+    return name == ACTING or name.startswith(("policy_preprocessor", "policy_postprocessor"))
+
+
+def acting_files(model: ModelConfig, source: Source | None, facts: ActingFacts | None) -> dict[str, bytes]:
+    """Returns what an export of a robot policy has besides weights and tokenizer, by name; nothing without `facts`."""
+    if facts is None or facts.normalisers.actions is None:
+        return {}
+    state, actions = facts.normalisers.state, facts.normalisers.actions
+    config = (source.config if source else b"") or hf.config_bytes(model)
+    more = robot_files(
+        model,
+        parse_config(Path("config.json"), config),
+        None if state is None else (state.shift, state.scale),
+        (actions.shift, actions.scale),
+        any(facts.normalisers.delta),
+    )
+    return {ACTING: to_json(facts).encode(), **more}

@@ -8,7 +8,7 @@ from lf.data.hf_tokenizer import read_tokenizer
 from lf.data.source import Rows
 from lf.models.generate import Sampling, generate
 from lf.models.spec import IGNORE
-from lf.train.folder import HF, METRICS, TOKENIZER
+from lf.train.folder import ADAPTER, HF, METRICS, TOKENIZER
 from lf.train.loop import Ended, Job
 
 PROMPT, SAMPLE = 24, 60
@@ -76,7 +76,7 @@ def close(job: Job, ended: Ended) -> None:
 
     if job.comm.rank:
         return
-    left = [METRICS, "checkpoints/", f"{HF}/"]
+    left = [METRICS, "checkpoints/", *(f"{name}/" for name in (HF, ADAPTER) if (job.folder / name).is_dir())]
     try:
         job.say(summary(job, ended))
     except (ValueError, OSError, RuntimeError) as error:

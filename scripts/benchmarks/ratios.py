@@ -84,9 +84,15 @@ def peer_model(family: Family, args: Sizes) -> DecoderConfig:
     return Llama(**sizes) if family == "llama" else Qwen3(**sizes, tied=True)
 
 
-def check_same(ours: tuple[float, float], theirs: tuple[float, float], case: str) -> None:
+LIMITS = (1e-5, 1e-4)
+"""How far apart, beside their size, the losses and the norms of two first steps may be in float32."""
+
+
+def check_same(
+    ours: tuple[float, float], theirs: tuple[float, float], case: str, limits: tuple[float, float] = LIMITS
+) -> None:
     """Raises DisagreementError unless two first steps have the same loss and the same norm of the gradients."""
-    for name, a, b, limit in zip(("loss", "gradient norm"), ours, theirs, (1e-5, 1e-4), strict=True):
+    for name, a, b, limit in zip(("loss", "gradient norm"), ours, theirs, limits, strict=True):
         if not abs(a - b) <= limit * abs(b):
             raise DisagreementError(f"{case}: {name} {a} of lf, {b} of the peer; a comparison of speed says nothing")
 
@@ -98,9 +104,11 @@ def timed(step: Step, batch: Batch) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - busy
 
 
-def measure(ours: Step, theirs: Step, batches: Sequence[Batch], case: str) -> list[tuple[tuple[float, float], ...]]:
+def measure(
+    ours: Step, theirs: Step, batches: Sequence[Batch], case: str, limits: tuple[float, float] = LIMITS
+) -> list[tuple[tuple[float, float], ...]]:
     """Returns the times of lf and its peer on each batch but the first, which is for comparison and warming up."""
-    check_same(ours(batches[0]), theirs(batches[0]), case)
+    check_same(ours(batches[0]), theirs(batches[0]), case, limits)
     return [(timed(ours, batch), timed(theirs, batch)) for batch in batches[1:]]
 
 

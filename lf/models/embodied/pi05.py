@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.embodied import pi05_config, pi05_golden, robot
-from lf.models.embodied.pi05_model import CAMERAS, Pi05, Pi05Model, euler, noisy
+from lf.models.embodied.lerobot_files import lerobot_files
+from lf.models.embodied.pi05_model import CAMERAS, Pi05, Pi05Model, noisy
+from lf.models.embodied.pi05_sample import euler
 from lf.models.layers.gemma import Gemma, tower_flops
 from lf.models.layouts import Alias, Prefix
 from lf.models.vision.siglip import Siglip, siglip_flops, siglip_init, siglip_rules
@@ -84,7 +86,7 @@ def _(cfg: Pi05, batch: spec.Batch, seed: int, step: int) -> spec.Batch:
 
 @spec.collate.register
 def _(cfg: Pi05, rows: Sequence[Mapping[str, Any] | None], like: Mapping[str, Any]) -> spec.Batch:
-    return robot.robot_batch(cfg.space, rows)
+    return robot.trimmed(robot.robot_batch(cfg.space, rows))
 
 
 @spec.sample.register
@@ -100,6 +102,18 @@ def _(cfg: Pi05, task: str, state: np.ndarray) -> str:
     """The format is openpi's (`PaligemmaTokenizer` with a discrete state)."""
     text = task.strip().replace("_", " ").replace("\n", " ")
     return f"Task: {text}, State: {' '.join(map(str, robot.state_bins(state)))};\nAction: "
+
+
+@spec.robot_files.register
+def _(
+    cfg: Pi05, config: Mapping[str, Any], state: spec.Affine | None, actions: spec.Affine, delta: bool
+) -> dict[str, bytes]:
+    return lerobot_files(config, cfg.prompt, state, actions, delta)
+
+
+@spec.prompt_limit.register
+def _(cfg: Pi05) -> int:
+    return cfg.prompt
 
 
 @spec.golden.register
@@ -135,7 +149,7 @@ def _(cfg: Pi05) -> spec.ShardSpec:
 
 @spec.flops.register
 def _(cfg: Pi05, rows: int, length: int) -> float:
-    """`length` is the steps of an action chunk."""
+    """`length` is the steps of an action chunk; rows count as if they had all cameras and the longest prompt."""
     before = len(cfg.cameras) * cfg.vision.tokens + cfg.prompt
     width = cfg.expert.width
     heads = 2.0 * (length * 2 * width * cfg.dims + 2 * width**2)

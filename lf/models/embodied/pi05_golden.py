@@ -7,8 +7,10 @@ from torch import Tensor
 
 from lf.models import spec
 from lf.models.embodied import robot
-from lf.models.embodied.pi05_model import Pi05, Pi05Model, euler, noisy, time_embedding, visible
+from lf.models.embodied.pi05_model import Pi05, Pi05Model, noisy, time_embedding, visible
+from lf.models.embodied.pi05_sample import euler
 from lf.models.layers.gemma import positions
+from lf.models.pictures import resize_with_pad
 
 
 def golden(cfg: Pi05, model: Pi05Model, inputs: Mapping[str, Tensor], real: int) -> spec.Golden:
@@ -78,5 +80,5 @@ def _before(cfg: Pi05, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "pre.state_bins": robot.state_bins(normal),
         "pre.bin_edges_out": robot.state_bins(edges),
     }
-    image = robot.resize_with_pad(inputs["pre.image"].permute(0, 3, 1, 2), cfg.vision.image).permute(0, 2, 3, 1)
+    image = resize_with_pad(inputs["pre.image"].permute(0, 3, 1, 2), cfg.vision.image).permute(0, 2, 3, 1)
     return {"pre.image_resized_padded": image, **{name: torch.from_numpy(value) for name, value in made.items()}}

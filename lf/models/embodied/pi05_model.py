@@ -156,15 +156,23 @@ class Pi05Model(nn.Module):
 
     def velocity(self, keys: Sequence[Keys], valid_BL: Tensor, noisy_BHD: Tensor, time_B: Tensor) -> Tensor:
         """Returns the velocity [B, H, D] in fp32 of noisy actions, given what `observe` returned."""
-        return self.action_out(self.hidden(keys, valid_BL, noisy_BHD, time_B)).float()
+        return self.action(self.hidden(keys, valid_BL, noisy_BHD, time_B))
 
     def hidden(self, keys: Sequence[Keys], valid_BL: Tensor, noisy_BHD: Tensor, time_B: Tensor) -> Tensor:
-        """Returns what `velocity` is a linear function of [B, H, W]."""
-        suffix = self.action_in(noisy_BHD.to(self.action_in.weight.dtype)).to(keys[0][0].dtype)
+        """Returns what `velocity` is a linear function of [B, H, W]: the expert's normalised output."""
+        suffix = self.suffix(noisy_BHD, keys[0][0].dtype)
         after = valid_BL.sum(1, keepdim=True) + torch.arange(suffix.shape[1], device=suffix.device)
         seen = F.pad(valid_BL, (0, suffix.shape[1]), value=True)
         out, _ = self.expert(suffix, after, seen, keys, self.condition(time_B))
-        return out.to(self.action_out.weight.dtype)
+        return out
+
+    def suffix(self, noisy_BHD: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the tokens of noisy actions [B, H, W]."""
+        return self.action_in(noisy_BHD.to(self.action_in.weight.dtype)).to(dtype)
+
+    def action(self, hidden_BHW: Tensor) -> Tensor:
+        """Returns the velocity [B, H, D] in fp32 of the expert's normalised output."""
+        return self.action_out(hidden_BHW.to(self.action_out.weight.dtype)).float()
 
 
 def noisy(actions_BHD: Tensor, noise_BHD: Tensor, time_B: Tensor) -> Tensor:
@@ -173,37 +181,5 @@ def noisy(actions_BHD: Tensor, noise_BHD: Tensor, time_B: Tensor) -> Tensor:
     return time * noise_BHD + (1.0 - time) * actions_BHD
 
 
-@attrs.frozen(kw_only=True)
-class Sampled:
-    """A sample and the way to it."""
-
-    actions: Tensor
-    """The actions [B, H, D]."""
-    times: Tensor
-    """Time of each Euler step."""
-    first: Tensor
-    """Velocity of the first step."""
-    last: Tensor
-    """Velocity of the last step."""
-
-
-def euler(
-    model: Pi05Model, keys: Sequence[Keys], valid_BL: Tensor, noise_BHD: Tensor, steps: int, dims_BD: Tensor | None
-) -> Sampled:
-    """Returns actions for what `observe` returned, by Euler steps from noise at time 1 to time 0.
-
-    Time is added up in fp32, as openpi does. Dims that the robot does not have (False in `dims_BD`) were filled with
-    zeros in training, so they go straight from noise to zero whatever the model says of them.
-    """
-    dt = torch.tensor(-1.0 / steps, dtype=torch.float32)
-    time, x = torch.tensor(1.0), noise_BHD
-    times: list[Tensor] = []
-    velocities: list[Tensor] = []
-    for _ in range(steps):
-        v = model.velocity(keys, valid_BL, x, time.to(x.device).expand(x.shape[0]))
-        v = v if dims_BD is None else torch.where(dims_BD[:, None], v, noise_BHD)
-        x = x + dt * v
-        times.append(time)
-        velocities = [*velocities[:1], v]
-        time = time + dt
-    return Sampled(actions=x, times=torch.stack(times), first=velocities[0], last=velocities[-1])
+# A config that is read back from JSON imports this file alone, and needs the family's rules.
+import lf.models.embodied.pi05  # noqa: E402, F401

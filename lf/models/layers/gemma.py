@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lf.models.layers.fused import rms_norm
+from lf.models.layers.fused import geglu, rms_norm
+from lf.models.layers.lora import rows_from
 from lf.models.layers.rope import Rope, rope_table, rotate
 from lf.models.ranges import above, least
 
@@ -97,10 +98,16 @@ class AdaptiveNorm(nn.Module):
 
     def forward(self, x_BSW: Tensor, cond_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the modulated x, and the gate [B, 1, W] of the branch that takes it, both in x's dtype."""
-        wide = self.dense.weight.dtype
-        scale, shift, gate = self.dense(cond_BC.to(wide))[:, None].chunk(3, dim=-1)
-        ones = torch.ones(x_BSW.shape[-1], dtype=wide, device=x_BSW.device)
-        normed = rms_norm(x_BSW.to(wide), ones, self.eps)
+        return self.modulated(x_BSW, self.modulation(cond_BC))
+
+    def modulation(self, cond_BC: Tensor) -> Tensor:
+        """Returns scale, shift and gate one after the other [B, 1, 3 * W]."""
+        return self.dense(cond_BC.to(self.dense.weight.dtype))[:, None]
+
+    def modulated(self, x_BSW: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what `forward` does, given what `modulation` returned, of which one row may do for all."""
+        scale, shift, gate = modulation.chunk(3, dim=-1)
+        normed = rms_norm(x_BSW.to(scale.dtype), None, self.eps)
         return torch.addcmul(shift, normed, 1.0 + scale).to(x_BSW.dtype), gate.to(x_BSW.dtype)
 
 
@@ -114,8 +121,7 @@ class GemmaMlp(nn.Module):
 
     def forward(self, x_BSW: Tensor) -> Tensor:
         """Returns [B, S, W]."""
-        gate, up = self.gate_up(x_BSW).chunk(2, dim=-1)
-        return self.down(F.gelu(gate, approximate="tanh") * up)
+        return self.down(geglu(self.gate_up(x_BSW)))
 
 
 class GemmaLayer(nn.Module):
@@ -146,16 +152,45 @@ class GemmaLayer(nn.Module):
         cfg = self.cfg
         h_BSW, gate = self.input_norm(x_BSW, cond_BC)
         if keys_only:
-            heads = F.linear(h_BSW, self.qkv.weight[cfg.heads * cfg.head_dim :]).unflatten(-1, (-1, cfg.head_dim))
+            heads = rows_from(self.qkv, h_BSW, cfg.heads * cfg.head_dim).unflatten(-1, (-1, cfg.head_dim))
             k, v = heads.chunk(2, dim=2)
             return x_BSW, (rotate(k, table), v)
-        heads = self.qkv(h_BSW).unflatten(-1, (-1, cfg.head_dim))
-        turned, v = heads.split((cfg.heads + cfg.kv_heads, cfg.kv_heads), dim=2)
-        q, k = rotate(turned, table).split((cfg.heads, cfg.kv_heads), dim=2)
+        q, k, v = self.projected(h_BSW, table)
         keys, values = (k, v) if before is None else (torch.cat((before[0], k), 1), torch.cat((before[1], v), 1))
         x_BSW = _add(x_BSW, self.out(attend(q, keys, values, seen_BK)), gate)
         h_BSW, gate = self.mlp_norm(x_BSW, cond_BC)
         return _add(x_BSW, self.mlp(h_BSW), gate), (k, v)
+
+    def projected(self, h_BSW: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries [B, S, N, D], keys and values [B, S, G, D] of normalised x, turned by their positions."""
+        cfg = self.cfg
+        heads = self.qkv(h_BSW).unflatten(-1, (-1, cfg.head_dim))
+        turned, v = heads.split((cfg.heads + cfg.kv_heads, cfg.kv_heads), dim=2)
+        q, k = rotate(turned, table).split((cfg.heads, cfg.kv_heads), dim=2)
+        return q, k, v
+
+    def modulations(self, cond_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what a condition makes of the layer's two adaptive norms, each [B, 1, 3 * W]."""
+        assert isinstance(self.input_norm, AdaptiveNorm)
+        assert isinstance(self.mlp_norm, AdaptiveNorm)
+        return self.input_norm.modulation(cond_BC), self.mlp_norm.modulation(cond_BC)
+
+    def denoised(
+        self, x_BSW: Tensor, table: Tensor, seen_BK: Tensor, room: Keys, modulations: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Returns x after a layer of adaptive norms, given what `modulations` returned. For inference.
+
+        `room` has the keys and values [B, K, G, D] of earlier tokens, and at its end room for those of x.
+        """
+        assert isinstance(self.input_norm, AdaptiveNorm)
+        assert isinstance(self.mlp_norm, AdaptiveNorm)
+        h_BSW, gate = self.input_norm.modulated(x_BSW, modulations[0])
+        q, k, v = self.projected(h_BSW, table)
+        room[0][:, -k.shape[1] :].copy_(k)
+        room[1][:, -v.shape[1] :].copy_(v)
+        x_BSW = _add(x_BSW, self.out(attend(q, *room, seen_BK)), gate)
+        h_BSW, gate = self.mlp_norm.modulated(x_BSW, modulations[1])
+        return _add(x_BSW, self.mlp(h_BSW), gate)
 
 
 class GemmaTower(nn.Module):
