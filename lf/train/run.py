@@ -162,7 +162,6 @@ def open_job(
     beside = {**inputs.tokenizer_files, **acting_files(start.model, start.source, acting_of(inputs.rows))}
     check_target(folder / HF, [*kept, *beside])
     check_target(folder / ADAPTER, ADAPTER_FILES)
-
     if reader is None:
         on_first(comm, functools.partial(_make, whole, folder, files, start, inputs, lock))
     else:
