@@ -121,6 +121,25 @@ def gradients(
     return whole, metrics.grad_norm, metrics.loss, metrics.terms
 
 
+BF16_LOSS, BF16_NORM, BF16_GRADS, BF16_GRAD = 2e-4, 3e-3, 2e-2, 3e-2
+"""Gates of bfloat16 beside one process in float32: of the loss of a step, of the norm of its gradients, of the norm of
+all differences between gradients, each over the reference, and of `off` for each gradient. The last does not hold where
+experts are chosen: a token at the edge of a choice goes to others."""
+
+
+def near_float32(found: Any, reference: Any, experts: bool) -> None:
+    """Asserts that what `gradients` gives in bfloat16 is within the gates of what it gives in float32."""
+    (grads_, norm_, loss_, _), (grads, norm, loss, _) = found, reference
+    assert abs(loss_ - loss) <= BF16_LOSS * loss
+    assert abs(norm_ - norm) <= BF16_NORM * norm
+    assert grads_.keys() == grads.keys()
+    apart = sum(float((grads_[name] - grad).square().sum()) for name, grad in grads.items())
+    assert apart**0.5 <= BF16_GRADS * norm
+    if not experts:
+        for name, grad in grads.items():
+            assert off(grads_[name], grad) <= BF16_GRAD, name
+
+
 def trained(engine: Engine, batches: Sequence[Batch], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Returns the losses of some steps on the same micro-batches and, on rank 0, the weights after them by name."""
     state, losses = engine.state, []

@@ -86,6 +86,10 @@ LAYOUTS: dict[str, tuple[int, lf.MegatronParallel]] = {
 WIDE: dict[str, tuple[int, lf.MegatronParallel]] = {
     "tp2 pp2 ep2 dp2": (8, P(tp=2, pp=2, ep=2)),
     "tp2 cp2 ep4 etp2 dp2": (8, P(tp=2, cp=2, ep=4, etp=2)),
+    "tp2 pp2 cp2 ep4": (8, P(tp=2, pp=2, cp=2, ep=4)),
+    "pp4 ep2 dp2": (8, P(pp=4, ep=2)),
+    "pp2 vpp2 tp2 ep2 dp2": (8, P(pp=2, vpp=2, tp=2, ep=2)),
+    "ep8": (8, P(ep=8)),
 }
 """Layouts of eight processes, in the full product only."""
 

@@ -19,7 +19,7 @@ from lf.models.embodied.pi05 import pi05_tiny
 from lf.models.spec import fake_batch
 from lf.train.parity import difference
 from scripts import bench
-from scripts.benchmarks import loader, megatron, pi05, ratios
+from scripts.benchmarks import layouts, loader, megatron, pi05, ratios
 from scripts.benchmarks.pi05_plain import PlainPi05
 from tests.workers import Workers
 
@@ -85,7 +85,11 @@ def run_script(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "world"), [(("peers",), 1), pytest.param(("megatron", "--processes", "2"), 2, marks=pytest.mark.full)]
+    ("command", "world"),
+    [
+        (("peers",), 1),
+        pytest.param(("megatron", "--processes", "2", "--layouts"), 2, marks=pytest.mark.full),
+    ],
 )
 def test_the_script_prints_a_json_line_a_case(command: tuple[str, ...], world: int) -> None:
     sizes = "--hidden 24 --layers 1 --vocab 61 --tokens 32 --lengths 16 32 --families qwen3 --pairs 2 --threads 1"
@@ -97,6 +101,35 @@ def test_the_script_prints_a_json_line_a_case(command: tuple[str, ...], world: i
         ("qwen3", 32, world),
     ]
     assert {field.name for field in attrs.fields(ratios.Ratio)} == lines[0].keys()
+
+
+@pytest.mark.full
+def test_the_script_prints_what_each_layout_costs() -> None:
+    sizes = "--hidden 24 --layers 2 --vocab 61 --tokens 64 --lengths 16 --pairs 2 --threads 2"
+    ran = run_script("megatron", "--processes", "--json", *sizes.split())
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [(line["model"], line["length"], line["rows"]) for line in lines] == [
+        (name, 16, 4) for name in layouts.LAYOUTS
+    ]
+    assert all(0 < line["low"] <= line["ratio"] <= line["high"] for line in lines)
+
+
+def first_step(layout: layouts.Layout, alone: bool) -> tuple[float, float, float]:
+    run = layouts.run_of(layout, TINY, 4)
+    micro = layouts.micro_batches(run, 16, seed=1)
+    assert len(micro) == {"dp2": 2, "ep2": 2, "pp2": 4}.get(layout, 1)
+    if alone:
+        run = attrs.evolve(run, parallel=lf.MegatronParallel(micro_batch=run.parallel.micro_batch))
+    return layouts.Trainer(run).step(micro)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_layout_is_compared_with_the_same_step(workers: Workers, layout: layouts.Layout) -> None:
+    ((loss, norm, _),) = workers.run(1, first_step, layout, True)
+    for found in workers.run(2, first_step, layout, False):
+        ratios.check_same(found[:2], (loss, norm), layout)
+        assert found[2] > 0
 
 
 def test_an_unknown_command_is_bad_usage() -> None:

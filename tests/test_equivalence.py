@@ -8,7 +8,7 @@ import torch
 
 import lf
 from lf.models.decoder import Attention
-from tests.cases import DENSE, dealt, gradients, megatron, off, ragged, run_of, trained
+from tests.cases import DENSE, dealt, gradients, megatron, near_float32, off, ragged, run_of, trained
 from tests.workers import Workers
 
 GATE = 5e-6
@@ -25,6 +25,7 @@ MODELS = {
     ),
 }
 
+FP32, BF16 = lf.Precision(), lf.Precision(params="bfloat16")
 P = lf.MegatronParallel
 LAYOUTS: dict[str, tuple[int, lf.MegatronParallel]] = {
     "one micro-batch": (1, P(micro_batch=8)),
@@ -52,6 +53,9 @@ WIDE: dict[str, tuple[int, lf.MegatronParallel]] = {
     "tp2 pp2 cp2": (8, P(tp=2, pp=2, cp=2)),
     "tp2 pp2 dp2": (8, P(tp=2, pp=2)),
     "tp4 dp2": (8, P(tp=4)),
+    "tp2 cp2 dp2": (8, P(tp=2, cp=2)),
+    "pp4 cp2": (8, P(pp=4, cp=2)),
+    "pp2 vpp2 cp2 dp2": (8, P(pp=2, vpp=2, cp=2)),
 }
 """Layouts of eight processes, in the full product only."""
 
@@ -59,8 +63,8 @@ _PAIRS = [(layout, list(MODELS)[i % len(MODELS)]) for i, layout in enumerate(LAY
 _FULL = [(layout, model) for layout in {**LAYOUTS, **WIDE} for model in MODELS if (layout, model) not in _PAIRS]
 
 
-def one_step(model: str, parallel: lf.MegatronParallel, **changes: Any) -> Any:
-    engine, ctx = megatron(run_of(MODELS[model], optim=lf.AdamW(clip=0.0), parallel=parallel, **changes))
+def one_step(model: str, parallel: lf.MegatronParallel, precision: lf.Precision = FP32) -> Any:
+    engine, ctx = megatron(run_of(MODELS[model], optim=lf.AdamW(clip=0.0), parallel=parallel, precision=precision))
     rows = ragged(DENSE, 8, 24, seed=3)
     return gradients(engine, ctx, dealt(rows, parallel.micro_batch, ctx.layout))
 
@@ -106,15 +110,36 @@ def test_gradients_do_not_depend_on_the_layout(workers: Workers, reference: Any,
             assert off(grad, grads[name]) <= GATE, name
 
 
-@pytest.mark.parametrize("optim", [lf.Sgd(lr=0.1, momentum=0.9), lf.AdamW(lr=1e-3, eps=1e-3)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("layout", ["one micro-batch", "dp2", "tp2", "pp2 vpp2", "cp2", "tp2 pp2"])
+@pytest.fixture(scope="module")
+def stepped(workers: Workers) -> Any:
+    made: dict[tuple[str, str], Any] = {}
+
+    def get(model: str, optim: str) -> Any:
+        if (model, optim) not in made:
+            (made[model, optim],) = workers.run(1, three_steps, model, P(), OPTIMISERS[optim])
+        return made[model, optim]
+
+    return get
+
+
+OPTIMISERS = {"sgd": lf.Sgd(lr=0.1, momentum=0.9), "adamw": lf.AdamW(lr=1e-3, eps=1e-3)}
+_STEPPED = [("tied", layout) for layout in ("one micro-batch", "dp2", "tp2", "pp2 vpp2", "cp2", "tp2 pp2")]
+_MORE = [(model, layout) for model in MODELS for layout in {**LAYOUTS, **WIDE} if (model, layout) not in _STEPPED]
+
+
+@pytest.mark.parametrize("optim", OPTIMISERS)
+@pytest.mark.parametrize(
+    ("model", "layout"), [*_STEPPED, *(pytest.param(*pair, marks=pytest.mark.full) for pair in _MORE)]
+)
 def test_weights_after_three_steps_do_not_depend_on_the_layout(
-    workers: Workers, optim: lf.OptimConfig, layout: str
+    workers: Workers, stepped: Any, optim: str, model: str, layout: str
 ) -> None:
-    (losses, expected), *_ = workers.run(1, three_steps, "tied", P(), optim)
+    losses, expected = stepped(model, optim)
     assert losses[2] < losses[0]
-    world, parallel = LAYOUTS[layout]
-    found = workers.run(world, three_steps, "tied", parallel, optim)
+    world, parallel = {**LAYOUTS, **WIDE}[layout]
+    if not _fits(model, parallel):
+        parallel = attrs.evolve(parallel, tp=2)
+    found = workers.run(world, three_steps, model, parallel, OPTIMISERS[optim])
     assert all(losses_ == pytest.approx(losses, rel=GATE) for losses_, _ in found)
     weights = found[0][1]
     assert weights.keys() == expected.keys()
@@ -137,8 +162,21 @@ def test_recompute_changes_no_number(workers: Workers) -> None:
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
+_BF16 = [("untied", "tp2"), ("tied", "pp2"), ("bias, window", "cp2"), ("padded vocabulary", "dp2")]
+_MORE_BF16 = [(model, layout) for model in MODELS for layout in LAYOUTS if (model, layout) not in _BF16]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [*_BF16, *(pytest.param(*pair, marks=pytest.mark.full) for pair in _MORE_BF16)]
+)
+def test_bfloat16_gradients_stay_near_float32(workers: Workers, reference: Any, model: str, layout: str) -> None:
+    world, parallel = LAYOUTS[layout]
+    for found in workers.run(world, one_step, model, parallel, BF16):
+        near_float32(found, reference(model), experts=False)
+
+
 def bfloat16_losses(parallel: lf.MegatronParallel) -> Any:
-    run = run_of(MODELS["untied"], precision=lf.Precision(params="bfloat16"), parallel=parallel)
+    run = run_of(MODELS["untied"], precision=BF16, parallel=parallel)
     engine, ctx = megatron(run)
     rows = ragged(DENSE, 8, 24, seed=3)
     return trained(engine, dealt(rows, parallel.micro_batch, ctx.layout), 3)

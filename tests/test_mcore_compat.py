@@ -29,7 +29,7 @@ from lf.parallel.mcore_compat import TABLE, VERSION, Row, cuda_type_names, prepa
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
-CUDA = attrs.evolve(kunlun, name="cuda", capabilities=frozenset({"bf16", "streams", "fused_kernels"}))
+CUDA = attrs.evolve(kunlun, name="cuda", capabilities=frozenset({"bf16", "fused_kernels"}))
 WITH_TE = attrs.evolve(CUDA, capabilities=CUDA.capabilities | {"transformer_engine"})
 
 

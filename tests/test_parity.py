@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 
 import lf
 from lf.devices.cpu import cpu
+from tests.golden.record_kimi_k2 import record
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = sorted((Path(__file__).parent / "golden/hf").iterdir())
 LLAMA = Path(__file__).parent / "golden/hf/llama"
+KIMI_K2 = Path(__file__).parent / "golden/hf/kimi_k2"
 ROBOT = Path(__file__).parent / "golden/pi05"
 
 
@@ -43,6 +45,17 @@ def test_golden_folders(workers: Workers, folder: Path) -> None:
     assert {f"grad.{name}" for name in line["grads"]} == {name for name in recorded if name.startswith("grad.")}
 
 
+def test_what_is_recorded_of_kimi_k2_is_what_its_script_records(tmp_path: Path) -> None:
+    record(tmp_path)
+    kept = KIMI_K2
+    assert (tmp_path / "config.json").read_text() == (kept / "config.json").read_text()
+    for name in ("model.safetensors", "io.safetensors"):
+        made, recorded = load_file(tmp_path / name), load_file(kept / name)
+        assert made.keys() == recorded.keys()
+        for key, tensor in recorded.items():
+            torch.testing.assert_close(made[key], tensor, rtol=1e-4, atol=1e-5)
+
+
 def parity_in(folder: Path, parallel: lf.MegatronParallel) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -61,11 +74,14 @@ SPREAD = {
     "ep2": lf.MegatronParallel(ep=2),
     "tp2 ep2": lf.MegatronParallel(tp=2, ep=2),
 }
-SPARSE = ("deepseek_v2", "deepseek_v3", "deepseek_v3_mtp", "minimax_m2", "qwen2_moe", "qwen3_moe")
+SPARSE = ("deepseek_v2", "deepseek_v3", "deepseek_v3_mtp", "kimi_k2", "minimax_m2", "qwen2_moe", "qwen3_moe")
 SHOWN = {
     ("deepseek_v2", "ep2"),
     ("deepseek_v3", "tp2 ep2"),
     ("deepseek_v3_mtp", "pp2"),
+    ("kimi_k2", "tp2"),
+    ("kimi_k2", "pp2"),
+    ("kimi_k2", "ep2"),
     ("minimax_m2", "tp2"),
     ("qwen2_moe", "tp2"),
     ("qwen3_moe", "ep2"),

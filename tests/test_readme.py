@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lf
+from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import parameters
@@ -47,6 +49,32 @@ def family_table() -> str:
     return "\n".join(lines)
 
 
+def vlm_table() -> str:
+    """Returns the table of vision-language families."""
+    from lf.models.vision.projector import ProjectorModule
+    from lf.models.vision.tower import build_tower, tower_of
+    from lf.models.vlm import Vlm
+
+    lines = ["| vision-language family | `model_type` | presets, with their parameters in billions |", "|---|---|---|"]
+    for path in sorted({reader.partition(":")[0] for reader in READERS.values() if ".vlms." in reader}):
+        types: dict[tuple[str, str], list[str]] = {}
+        for name, cfg in vars(importlib.import_module(path)).items():
+            if isinstance(cfg, Vlm) and not name.endswith("tiny"):
+                with torch.device("meta"):
+                    tower = tower_of(cfg.vision)
+                    parts = (build_tower(cfg.vision), ProjectorModule(cfg.projector, tower, cfg.text.hidden))
+                count = parameters(cfg.text) + sum(p.numel() for part in parts for p in part.parameters())
+                kind = (type(cfg).__name__, spec.hf_config(cfg)["model_type"])
+                types.setdefault(kind, []).append(f"`{name}` {count / 1e9:.2f}")
+        for (kind_name, model_type), sizes in types.items():
+            lines.append(f"| `{path}.{kind_name}` | `{model_type}` | {', '.join(sizes)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_vision_language_families_is_that_of_the_code() -> None:
+    assert vlm_table() in README
+
+
 def test_the_table_of_families_is_that_of_the_code() -> None:
     assert family_table() in README
     language = {kind for kind, reader in READERS.items() if ".llm." in reader}
@@ -61,6 +89,22 @@ def test_the_table_of_robot_families_names_every_preset(kind: str) -> None:
     named = [name for name, value in values if isinstance(value, ModelConfig) and not name.endswith("tiny")]
     assert named
     assert re.findall(r"`(\w+)`", row) == [kind, *named]
+
+
+DIFFUSION = {reader.partition(":")[0] for reader in READERS.values() if ".diffusion." in reader}
+
+
+@pytest.mark.parametrize("path", sorted(DIFFUSION))
+def test_the_table_of_diffusion_families_names_every_kind_and_preset(path: str) -> None:
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{path}.")]
+    kinds = [kind for kind, reader in READERS.items() if reader.startswith(f"{path}:")]
+    values = vars(importlib.import_module(path)).items()
+    presets = [(name, cfg) for name, cfg in values if isinstance(cfg, ModelConfig) and not name.endswith("tiny")]
+    assert presets
+    assert re.findall(r"`(\w+)`", row) == [*kinds, *(name for name, _ in presets)]
+    meta = spec.Ctx(device=cpu, meta=True)
+    sizes = [sum(p.numel() for p in spec.build_model(cfg, meta).parameters()) / 1e9 for _, cfg in presets]
+    assert re.findall(r"` (\d+\.\d\d)", row) == [f"{size:.2f}" for size in sizes]
 
 
 def test_the_config_of_the_readme_trains_with_the_flags_it_shows(tmp_path: Path) -> None:

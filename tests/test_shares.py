@@ -22,6 +22,8 @@ from tests.cases import megatron, run_of
 from tests.workers import Workers
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
+COPIED = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
+"""What the further head of that folder has of the trunk's."""
 LAYOUTS = {
     "tp2": lf.MegatronParallel(tp=2),
     "pp2": lf.MegatronParallel(pp=2),
@@ -112,9 +114,23 @@ def test_ranks_share_the_comparison_of_tensors_that_are_stored_twice(
 ) -> None:
     folder = copies("qwen2", tmp_path / "tied")
     tensors = stored(folder)
-    for rank in workers.run(2, counted, folder, LAYOUTS[layout]):
-        assert rank.own < rank.read <= rank.own + max(tensors.values())
+    ranks = workers.run(2, counted, folder, LAYOUTS[layout])
+    for rank in ranks:
+        assert rank.own <= rank.read <= rank.own + max(tensors.values())
         assert rank.held <= rank.largest
+    assert sum(rank.read - rank.own for rank in ranks) == tensors["lm_head.weight"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_in_a_further_head_are_read_once(workers: Workers, layout: str) -> None:
+    tensors = stored(GOLDEN / "deepseek_v3_mtp")
+    copies = [n for name, n in tensors.items() if name in COPIED]
+    assert len(copies) == len(COPIED)
+    ranks = workers.run(2, counted, GOLDEN / "deepseek_v3_mtp", LAYOUTS[layout])
+    for rank in ranks:
+        assert rank.own <= rank.read <= rank.own + max(tensors.values())
+        assert rank.held <= rank.largest
+    assert sum(rank.read - rank.own for rank in ranks) == sum(copies)
 
 
 def refused(folder: Path, parallel: lf.MegatronParallel) -> str:

@@ -17,9 +17,10 @@ from lf.models.decoder import Attention, DecoderConfig, Experts, Mla, Mlp, Mtp, 
 from lf.models.decoder_facts import mtp_depth, parameters
 from lf.models.layers.rope import NoScaling, Rope, YarnScaling
 from lf.models.llm import deepseek, minimax, qwen_moe
+from tests.moe_cases import LATENT
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
-NAMES = ("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v3_mtp", "minimax_m2")
+NAMES = ("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v3_mtp", "kimi_k2", "minimax_m2")
 MODULES = (qwen_moe, deepseek, minimax)
 PRESETS: dict[str, DecoderConfig] = {
     name: value for module in MODULES for name, value in vars(module).items() if isinstance(value, DecoderConfig)
@@ -47,7 +48,7 @@ def golden(name: str) -> dict[str, Any]:
 
 
 def from_hf(config: dict[str, Any]) -> spec.ModelConfig:
-    return hf._known_reader(config)(config)
+    return hf.known_reader(config)(config)
 
 
 def meta_model(config: dict[str, Any]) -> Any:
@@ -76,7 +77,7 @@ def test_golden_configs_are_read() -> None:
         vocab=128,
         hidden=48,
         layers=2,
-        attention=Mla(heads=4, q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=12),
+        attention=LATENT,
         mlp=Mlp(width=80),
         experts=Experts(
             count=8,

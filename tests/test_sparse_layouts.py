@@ -13,7 +13,7 @@ import lf
 from lf.models import spec
 from lf.parallel.config import resolve
 from lf.train.comm import distributed
-from tests.cases import dealt, gradients, megatron, off, ragged, run_of, trained
+from tests.cases import dealt, gradients, megatron, near_float32, off, ragged, run_of, trained
 from tests.moe_cases import LAYOUTS, MODELS, WIDE, P, fits
 from tests.workers import Workers
 
@@ -45,12 +45,15 @@ PAIRS = [
 EVERY = [(layout, model) for layout in {**LAYOUTS, **WIDE} for model in MODELS if fits(model, layout)]
 
 
-def one_step(model: str, parallel: lf.MegatronParallel, experts: dict[str, Any] | None = None) -> Any:
+def one_step(
+    model: str, parallel: lf.MegatronParallel, experts: dict[str, Any] | None = None, params: str = "float32"
+) -> Any:
     cfg = MODELS[model]
     if experts:
         assert cfg.experts is not None
         cfg = attrs.evolve(cfg, experts=attrs.evolve(cfg.experts, **experts))
-    engine, ctx = megatron(run_of(cfg, optim=lf.AdamW(clip=0.0), parallel=parallel))
+    precision = lf.Precision(params=params)
+    engine, ctx = megatron(run_of(cfg, optim=lf.AdamW(clip=0.0), parallel=parallel, precision=precision))
     return gradients(engine, ctx, dealt(ragged(cfg, 8, 24, seed=3), parallel.micro_batch, ctx.layout))
 
 
@@ -125,7 +128,7 @@ STEPPED = [("sgd", "tp2 ep2", "all"), ("adamw", "pp2 cp2 ep2", "all"), ("adamw",
         *(
             pytest.param(optim, layout, "all", marks=pytest.mark.full)
             for optim in OPTIMISERS
-            for layout in LAYOUTS
+            for layout in {**LAYOUTS, **WIDE}
             if fits("all", layout) and (optim, layout, "all") not in STEPPED
         ),
     ],
@@ -138,7 +141,7 @@ def test_weights_and_biases_after_three_steps_do_not_depend_on_the_layout(
     biases = [value for name, value in expected.items() if name.endswith("expert_bias")]
     assert all(bias.any() for bias in biases)
     assert bool(biases) == (model == "all")
-    world, parallel = LAYOUTS[layout]
+    world, parallel = {**LAYOUTS, **WIDE}[layout]
     found = workers.run(world, three_steps, model, parallel, OPTIMISERS[optim])
     assert all(losses_ == pytest.approx(losses, rel=GATE) for losses_, _ in found)
     weights = found[0][1]
@@ -170,6 +173,16 @@ def test_what_depends_on_micro_batches_is_equal_on_equal_ones(
     assert_equal(workers.run(world, one_step, "softmax", parallel, changes), expected)
 
 
+def test_the_global_loss_is_equal_at_equal_data_parallel_degrees(workers: Workers) -> None:
+    changes = {"balance": "global", "balance_coef": 0.1}
+    spread = P(micro_batch=2)
+    expected, _ = workers.run(2, one_step, "softmax", spread, changes)
+    assert_equal(workers.run(2, one_step, "softmax", attrs.evolve(spread, ep=2), changes), expected)
+    # What it depends on: the loads that are known when a micro-batch's turn comes.
+    (alone,) = workers.run(1, one_step, "softmax", spread, changes)
+    assert alone[3]["balance"] != pytest.approx(expected[3]["balance"], rel=1e-4)
+
+
 def test_a_router_loss_is_logged_without_its_coefficient(workers: Workers) -> None:
     once, twice = (
         workers.run(1, one_step, "softmax", P(), {"balance_coef": coef, "z_coef": 0.0})[0] for coef in (0.02, 0.04)
@@ -183,11 +196,12 @@ def test_a_router_loss_is_logged_without_its_coefficient(workers: Workers) -> No
 
 
 WALK = [
-    (2, P(tp=2, ep=2, micro_batch=4)),
+    (4, P(tp=2, pp=2, ep=2, micro_batch=4)),
     (1, P(micro_batch=4)),
+    (2, P(micro_batch=4)),
     (2, P(ep=2, micro_batch=4)),
-    (2, P(pp=2, micro_batch=4)),
     (2, P(cp=2, ep=2, micro_batch=4)),
+    (4, P(pp=4, micro_batch=4)),
 ]
 
 
@@ -212,6 +226,52 @@ def test_a_checkpoint_of_one_layout_goes_on_in_any_other(workers: Workers, tmp_p
         (expected,) = workers.run(1, walk, tmp_path / "straight", P(micro_batch=4), step)
         for loss in workers.run(world, walk, tmp_path / "moved", parallel, step):
             assert loss == pytest.approx(expected, rel=GATE)
+
+
+BF16_PAIRS = [
+    ("one micro-batch", "max"),
+    ("tp2 ep2", "softmax"),
+    ("ep2, two rows", "allgather"),
+    ("tp2 etp2", "all"),
+    ("cp2", "latent"),
+    ("pp2", "heads"),
+    ("pp2 vpp2", "all"),
+    ("cp2 ep2", "all"),
+]
+
+
+def rows_fit(layout: str, model: str) -> bool:
+    """Returns whether an expert tensor parallel rank has whole rows of 16 bytes in bfloat16."""
+    experts = MODELS[model].experts
+    return experts is None or experts.width % (8 * LAYOUTS[layout][1].etp) == 0
+
+
+BF16_MORE = [pair for pair in EVERY if pair not in BF16_PAIRS and pair[0] in LAYOUTS and rows_fit(*pair)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), [*BF16_PAIRS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in BF16_MORE)]
+)
+def test_bfloat16_gradients_stay_near_float32(
+    workers: Workers, reference: Callable[..., Any], layout: str, model: str
+) -> None:
+    world, parallel = LAYOUTS[layout]
+    for found in workers.run(world, one_step, model, parallel, None, "bfloat16"):
+        near_float32(found, reference(one_step, model, P()), experts=MODELS[model].experts is not None)
+
+
+def refused(model: str, parallel: lf.MegatronParallel) -> str:
+    try:
+        one_step(model, parallel, None, "bfloat16")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_too_narrow_for_grouped_products_are_refused_when_built(workers: Workers) -> None:
+    for text in workers.run(2, refused, "softmax", P(tp=2, etp=2)):
+        assert "model.experts.width gives the experts of a rank rows of 12 numbers of 2 bytes" in text
+        assert "make model.experts.width a multiple of 16, or lower parallel.etp" in text
 
 
 def bfloat16_losses(parallel: lf.MegatronParallel) -> Any:

@@ -232,11 +232,23 @@ def is_there(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("where", "save"), [("row", 0), pytest.param("update", 1, marks=pytest.mark.full)])
-def test_a_rank_that_raises_ends_the_job_with_its_error_first(tmp_path: Path, where: str, save: int) -> None:
+BESIDE = ("--save.background",)
+
+
+@pytest.mark.parametrize(
+    ("where", "save", "flags"),
+    [
+        ("row", 0, ()),
+        pytest.param("update", 1, (), marks=pytest.mark.full),
+        pytest.param("update", 1, BESIDE, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_raises_ends_the_job_with_its_error_first(
+    tmp_path: Path, where: str, save: int, flags: tuple[str, ...]
+) -> None:
     config = tripping(tmp_path, 3000, save, where)
     begun = time.monotonic()
-    code, out = finish(start(tmp_path, "--cfg", config, launcher=TORCHRUN))
+    code, out = finish(start(tmp_path, "--cfg", config, *flags, launcher=TORCHRUN))
     assert code not in (0, None), out
     assert time.monotonic() - begun < 60
     assert "no good" in re.findall(r"(?m)^\w*[Ee]rror: .*$", out)[0], out
@@ -247,12 +259,15 @@ def test_a_rank_that_raises_ends_the_job_with_its_error_first(tmp_path: Path, wh
 
 
 @pytest.mark.full
-def test_a_rank_that_is_killed_ends_the_job_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), BESIDE])
+def test_a_rank_that_is_killed_ends_the_job_and_the_same_command_goes_on(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     config = tripping(tmp_path, 60, 5)
     whole = tmp_path / "whole"
     assert finish(start(tmp_path, "--cfg", config, "--out", str(whole), launcher=TORCHRUN))[0] == 0
     folder = tmp_path / "killed"
-    process = start(tmp_path, "--cfg", config, "--out", str(folder), launcher=TORCHRUN)
+    process = start(tmp_path, "--cfg", config, "--out", str(folder), *flags, launcher=TORCHRUN)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step") and " 12/" in line:
@@ -264,7 +279,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_same_command_goes_on(tmp_pat
     assert time.monotonic() - begun < 60
     assert not any(map(is_there, ranks(tmp_path)))
     assert len(losses(folder)) < 60
-    code, out = finish(start(tmp_path, "--cfg", config, "--out", str(folder), launcher=TORCHRUN))
+    code, out = finish(start(tmp_path, "--cfg", config, "--out", str(folder), *flags, launcher=TORCHRUN))
     assert code == 0, out
     assert "resumed from" in out
     assert losses(folder) == losses(whole)

@@ -40,15 +40,13 @@ def peak_flops(card: str) -> tuple[tuple[str, float], ...]:
 
 def cuda_capabilities(compute: tuple[int, int]) -> frozenset[str]:
     """Returns what a card of a compute capability can do with the packages that are installed here."""
-    found = {"streams"}
+    found = set()
     if compute >= (8, 0):
         found.add("bf16")
         if importlib.util.find_spec("triton"):
             found.add("fused_kernels")
         if importlib.util.find_spec("transformer_engine"):
             found.add("transformer_engine")
-    if compute >= (8, 9):
-        found.add("fp8")
     return frozenset(found)
 
 

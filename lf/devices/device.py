@@ -40,7 +40,7 @@ class Device:
     backend: str
     """Collective backend of torch.distributed."""
     capabilities: frozenset[str] = frozenset()
-    """What it can do: `bf16`, `fp8`, `transformer_engine`, `fused_kernels`, `streams`."""
+    """What it can do: `bf16`, `fused_kernels`, `transformer_engine`."""
     peak_flops: tuple[tuple[str, float], ...] = ()
     """Dense peak in FLOP/s by dtype name; empty where it is not known."""
     env: tuple[EnvVar, ...] = ()

@@ -48,7 +48,7 @@ _ENV = (
     EnvVar(name="BKCL_RING_HOSTID_USE_RANK", value="1", why="tells the hosts of a ring apart by rank"),
 )
 
-# streams is not claimed: the public guides train without overlap, in bf16. No public figure of the peak was found.
+# The public guides train in bf16. No public figure of the peak was found.
 kunlun = Device(
     name="kunlun",
     torch_type="cuda",
@@ -59,4 +59,4 @@ kunlun = Device(
     synchronize=cuda_synchronize,
     set_local_rank=_set_local_rank,
 )
-"""Kunlun P800: torch layers in bf16, no fp8 and no TransformerEngine."""
+"""Kunlun P800: torch layers in bf16, no TransformerEngine."""

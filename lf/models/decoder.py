@@ -118,22 +118,34 @@ def _(cfg: DecoderConfig, batch: spec.Batch, layout: spec.Layout) -> spec.Batch:
 
 @spec.forward.register
 def _(cfg: DecoderConfig, model: nn.Module, batch: spec.Batch) -> spec.Output:
-    # A micro-batch whose rows hold several documents runs as one packed row, so that no token sees another document.
-    packed = batch.get("packed", False) or len(batch["lengths"]) > batch["tokens"].shape[0]
+    return model(**decoder_inputs(cfg, batch))
+
+
+def is_packed(batch: spec.Batch) -> bool:
+    """Returns whether a micro-batch runs as one packed row.
+
+    One whose rows hold several documents does, so that no token sees another document.
+    """
+    return bool(batch.get("packed")) or len(batch["lengths"]) > batch["tokens"].shape[0]
+
+
+def decoder_inputs(cfg: DecoderConfig, batch: spec.Batch) -> dict[str, Any]:
+    """Returns what the decoder's module takes of a micro-batch, by argument."""
+    packed = is_packed(batch)
     shape = (1, -1) if packed else batch["tokens"].shape
 
     def shaped(name: str) -> Tensor | None:
-        return batch[name].reshape(shape) if name in batch else None
+        return batch[name].reshape(*batch[name].shape[:-2], *shape) if name in batch else None
 
-    return model(
-        shaped("tokens"),
-        shaped("positions"),
-        labels=shaped("labels"),
-        packing=_packing(batch["lengths"], batch["tokens"].device) if packed else None,
-        pool=shaped("pool"),
-        pools=batch.get("pools", 1),
-        ahead=tuple((shaped(f"tokens{d}"), shaped(f"labels{d}")) for d in range(1, mtp_depth(cfg) + 1)),
-    )
+    return {
+        "input_ids": shaped("tokens"),
+        "position_ids": shaped("positions"),
+        "labels": shaped("labels"),
+        "packing": _packing(batch["lengths"], batch["tokens"].device) if packed else None,
+        "pool": shaped("pool"),
+        "pools": batch.get("pools", 1),
+        "ahead": tuple((shaped(f"tokens{d}"), shaped(f"labels{d}")) for d in range(1, mtp_depth(cfg) + 1)),
+    }
 
 
 def _packing(lengths: tuple[int, ...], device: torch.device) -> Any:

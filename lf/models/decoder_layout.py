@@ -118,9 +118,9 @@ def decoder_slice(cfg: "DecoderConfig", batch: spec.Batch, layout: spec.Layout) 
     shape = batch["tokens"].shape
     mine = [layout.cp_rank, 2 * layout.cp - 1 - layout.cp_rank]
     own = {
-        name: value.reshape(2 * layout.cp, -1)[mine].reshape(1, -1)
+        name: value.reshape(*value.shape[:-2], 2 * layout.cp, -1)[..., mine, :].reshape(*value.shape[:-2], 1, -1)
         for name, value in batch.items()
-        if isinstance(value, Tensor) and value.shape == shape
+        if isinstance(value, Tensor) and value.shape[-2:] == shape
     }
     return {**batch, **own, "count": batch["count"] / layout.cp, "packed": True}
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from lf.models.layouts import shaped
 from lf.models.weights import LfRule, Piece, Shape, hf_names, lf_shape, pieces
 
 
@@ -42,3 +43,54 @@ def _(rule: StackedExperts, shape: Shape) -> tuple[Piece, ...]:
 def _(rule: StackedExperts, shapes: Mapping[str, Shape]) -> Shape:
     matrices = len(rule.hf[0])
     return (len(rule.hf), *((matrices,) if matrices > 1 else ()), *shapes[rule.hf[0][0]])
+
+
+@attrs.frozen
+class FusedExperts(LfRule):
+    """Matrices of all experts in one HF tensor too, those of an expert beside each other.
+
+    Upright it is [E, M * F, H], transposed [E, H, M * F]; here [E, M, F, H], or [E, F, H] of one matrix an expert.
+    """
+
+    hf: str
+    """The HF tensor."""
+    matrices: int = attrs.field(kw_only=True)
+    """M."""
+    size: tuple[int, int] = attrs.field(kw_only=True)
+    """F and H."""
+    transposed: bool = attrs.field(default=True, kw_only=True)
+    """Whether the HF tensor is transposed."""
+
+
+@hf_names.register
+def _(rule: FusedExperts) -> tuple[str, ...]:
+    return (rule.hf,)
+
+
+@pieces.register
+def _(rule: FusedExperts, shape: Shape) -> tuple[Piece, ...]:
+    f, h = rule.size
+    lead = (shape[0], rule.matrices)[: 1 + (rule.matrices > 1)]
+    if shape != (*lead, f, h):
+        raise ValueError(f"{rule.lf} is {list(shape)}, but its experts make {[*lead, f, h]}")
+    axes = (0, len(lead), len(lead) + 1)
+    made = []
+    for m in range(rule.matrices):
+        at = (0, 0, m * f) if rule.transposed else (0, m * f, 0)
+        lf_at, size = (0, *(m,) * (len(lead) - 1), 0, 0), (shape[0], *(1,) * (len(lead) - 1), f, h)
+        made.append(Piece(rule.hf, at, lf_at, size, (axes[0], axes[2], axes[1]) if rule.transposed else axes))
+    return tuple(made)
+
+
+@lf_shape.register
+def _(rule: FusedExperts, shapes: Mapping[str, Shape]) -> Shape:
+    lead = (shapes[rule.hf][0], rule.matrices)[: 1 + (rule.matrices > 1)]
+    return (*lead, *rule.size)
+
+
+@shaped.register
+def _(rule: FusedExperts, shapes: Mapping[str, Shape]) -> LfRule:
+    f, h = rule.size
+    upright = (rule.matrices * f, h)
+    stored = shapes.get(rule.hf, ())[1:]
+    return attrs.evolve(rule, transposed=False) if stored == upright != upright[::-1] else rule

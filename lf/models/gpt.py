@@ -20,6 +20,7 @@ from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import mtp_depth, mtp_term, padded_vocab, rope_width, sparse_layers
 from lf.models.gpt_spec import layer_spec, transformer_config
 from lf.models.layers.loss import token_losses
+from lf.models.layers.media import Features, placed
 from lf.models.layers.mtp import MtpHeads
 from lf.models.layers.rope import DynamicScaling, rope_table
 from lf.models.layers.router import Router
@@ -31,7 +32,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 class Gpt(GPTModel):
     """megatron-core's GPTModel with lf's rotary table, a loss that never sees padded vocabulary, and further heads."""
 
-    def __init__(self, cfg: DecoderConfig, ctx: Ctx) -> None:
+    def __init__(self, cfg: DecoderConfig, ctx: Ctx, levels: int = 0) -> None:
         config = transformer_config(cfg, ctx)
         chunk = ctx.chunk if ctx.layout.vpp > 1 else None
         first = get_transformer_layer_offset(config, chunk, ctx.layout.pp_rank)
@@ -39,7 +40,7 @@ class Gpt(GPTModel):
         super().__init__(
             config,
             TransformerBlockSubmodules(
-                layer_specs=[layer_spec(cfg, ctx, layer) for layer in own],
+                layer_specs=[layer_spec(cfg, ctx, layer, levels) for layer in own],
                 layer_norm=ctx.layers.layer_norm(rms_norm=True),
             ),
             vocab_size=padded_vocab(cfg, ctx.layout.tp),
@@ -98,6 +99,7 @@ class Gpt(GPTModel):
         pool: Tensor | None = None,
         pools: int = 1,
         ahead: Sequence[tuple[Tensor | None, Tensor | None]] = (),
+        features: Features | None = None,
     ) -> Any:
         """Returns the loss of every position [B, S]; without labels the logits [B, S, V]; states before the last stage.
 
@@ -110,8 +112,10 @@ class Gpt(GPTModel):
             for router in self._routers():
                 router.pools = pools
         states = self.decoder(
-            hidden_states=self.embedding(input_ids, position_ids) if self.pre_process else None,
+            hidden_states=self._embedded(input_ids, position_ids, features) if self.pre_process else None,
             attention_mask=None,
+            context=features.levels if features else None,
+            context_mask=features.slots if features else None,
             rotary_pos_emb=table,
             packed_seq_params=packing,
             padding_mask=pool,
@@ -130,6 +134,10 @@ class Gpt(GPTModel):
             for d, head in enumerate(heads, 1)
         }
         return {"lm": main, **terms}
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor, features: Features | None) -> Tensor:
+        states: Tensor = self.embedding(input_ids, position_ids)
+        return placed(states, features) if features else states
 
     def _rope(self, position_ids: Tensor) -> Tensor:
         # Only dynamic scaling asks for the longest position, and reading it makes an accelerator wait.

@@ -18,6 +18,7 @@ from torch import Tensor
 from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import is_sparse, kv_heads, mtp_depth, query_key_width
 from lf.models.layers.experts import SparseLayer
+from lf.models.layers.media import LevelLayer, LevelSparseLayer
 from lf.models.layers.mla import LatentAttention
 from lf.models.layers.norm import HeadsNorm
 from lf.models.layers.rope import latent_scale
@@ -172,8 +173,11 @@ def _has_swiglu(mlp: Mlp, ctx: Ctx) -> bool:
     return mlp.activation == "silu" and not _is_te(ctx)
 
 
-def layer_spec(cfg: DecoderConfig, ctx: Ctx, layer: int) -> ModuleSpec:
-    """Returns the modules of a decoder layer (from 0) from the layer backend."""
+def layer_spec(cfg: DecoderConfig, ctx: Ctx, layer: int, levels: int = 0) -> ModuleSpec:
+    """Returns the modules of a decoder layer (from 0) from the layer backend.
+
+    The first `levels` layers add features of images and videos to their output.
+    """
     fused, sparse = _is_te(ctx), is_sparse(cfg, layer)
     norm = ctx.layers.layer_norm(rms_norm=True, for_qk=False)
     assert isinstance(cfg.mlp, Mlp)
@@ -182,8 +186,9 @@ def layer_spec(cfg: DecoderConfig, ctx: Ctx, layer: int) -> ModuleSpec:
     names = {"self_attention.linear_qkv.layer_norm_": "input_layernorm."} if inside else {}
     if fused and not sparse:
         names["mlp.linear_fc1.layer_norm_"] = "pre_mlp_layernorm."
+    kinds = (LevelLayer, LevelSparseLayer) if layer < levels else (TransformerLayer, SparseLayer)
     return ModuleSpec(
-        module=SparseLayer if sparse else TransformerLayer,
+        module=kinds[sparse],
         params={"part": cfg.experts, "shared": shared} if sparse else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if inside else norm,

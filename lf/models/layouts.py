@@ -4,12 +4,14 @@ A weight table has one name for each HF tensor, and rules for the others that it
 one folder, which everything in `weights.py` then takes: names are those of the folder, and an export has them again.
 """
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import attrs
 
-from lf.models.weights import Duplicate, Rule, WeightMap, hf_names
+from lf.models.hf_folder import HfFolder
+from lf.models.weights import Duplicate, Rule, Shape, WeightMap, hf_names
 
 
 @attrs.frozen
@@ -33,6 +35,22 @@ class Alias(Rule):
 @hf_names.register
 def _(rule: Prefix | Alias) -> tuple[str, ...]:
     return ()
+
+
+@functools.singledispatch
+def shaped(rule: Rule, shapes: Mapping[str, Shape]) -> Rule:
+    """Returns a rule that fits HF tensors of these shapes, where they can be stored in more than one way."""
+    return rule
+
+
+def fitted_to(weights: WeightMap, folder: HfFolder) -> WeightMap:
+    """Returns the weight table in the names of a folder, and in the way in which it stores its tensors.
+
+    An export has the names again, but stores what can be stored in two ways as it is published.
+    """
+    shapes = {name: folder.shape(name) for name in folder.names}
+    table = fitted(weights, folder.names)
+    return WeightMap(rules=tuple(shaped(rule, shapes) for rule in table.rules))
 
 
 def fitted(weights: WeightMap, names: Collection[str]) -> WeightMap:
@@ -61,14 +79,14 @@ def fitted(weights: WeightMap, names: Collection[str]) -> WeightMap:
 def renamed(weights: WeightMap, name_of: Callable[[str], str]) -> WeightMap:
     """Returns the table with other HF names; what it says of further layouts is used up."""
 
-    def changed(value: Any) -> Any:
+    def new(value: Any) -> Any:
         if isinstance(value, str):
             return name_of(value)
-        return tuple(map(changed, value)) if isinstance(value, tuple) and value and isinstance(value[0], str) else value
+        return tuple(map(new, value)) if isinstance(value, tuple) else value
 
     rules = []
     for rule in weights.rules:
         if not isinstance(rule, Prefix | Alias):
             fields = [field.name for field in attrs.fields(type(rule)) if field.name != "lf"]
-            rules.append(attrs.evolve(rule, **{field: changed(getattr(rule, field)) for field in fields}))
+            rules.append(attrs.evolve(rule, **{field: new(getattr(rule, field)) for field in fields}))
     return WeightMap(rules=tuple(rules))

@@ -113,9 +113,10 @@ class Experts:
     layer, with f the share of tokens that have an expert among their top k and P the mean of its score:
     `sequence` over each row of data (DeepSeek-V3, arXiv:2412.19437), `switch` over each micro-batch (arXiv:2101.03961),
     `global` with f over all micro-batches of the step so far, of all data parallel ranks (arXiv:2501.11873). A row's
-    loss does not depend on how rows are spread; `switch` depends on the micro-batches, and `global` equals one
-    process only at the same data parallel degree. `capacity` drops tokens, rank by rank, so its numbers compare on
-    equal micro-batches only.
+    loss does not depend on how rows are spread; `switch` depends on the micro-batches. `global` depends on how many
+    micro-batches are under way at once: a backward starts before the loads of later ones are known. So its numbers
+    compare on equal micro-batches at the same data parallel degree only. `capacity` drops tokens, rank by rank, so its
+    numbers compare on equal micro-batches only.
     """
 
     count: int = attrs.field(validator=least(1))

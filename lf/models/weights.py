@@ -1,277 +1,77 @@
-"""The weight table of a family: rules between lf's canonical tensors and Hugging Face's, read in both directions.
+"""Weights through the table of a family: read by slice, checked, reported and written, in both directions.
 
-A rule says, as data, which box of which HF tensor is which box of one lf tensor (`pieces`). Everything else follows:
-reading any box by slice, writing HF tensors, shapes, and that a rule can be inverted. A new kind of rule is a frozen
-record with `hf_names` and `pieces` registered for it.
+The rules of the table are records (`lf.models.weight_rules`, whose names may be imported from here).
 """
 
-import fnmatch
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
 from lf.models.hf_folder import DTYPES, HfFolder, few
 from lf.models.hf_save import Source, source_of
-from lf.models.spec import Part, Placed, no_rule
+from lf.models.spec import Part, Placed
+from lf.models.weight_rules import (
+    Carried,
+    Duplicate,
+    FusedQkv,
+    LfRule,
+    Piece,
+    Rule,
+    Same,
+    Shape,
+    Stack,
+    Unused,
+    WeightMap,
+    ends,
+    held_shape,
+    hf_names,
+    hf_shapes,
+    is_carried,
+    lf_shape,
+    pieces,
+    slices,
+    to_hf,
+    whole,
+)
 
-Shape = tuple[int, ...]
-"""Extents of a tensor."""
+__all__ = [
+    "Carried",
+    "Duplicate",
+    "FusedQkv",
+    "LfRule",
+    "Piece",
+    "Rule",
+    "Same",
+    "Shape",
+    "Stack",
+    "Unused",
+    "WeightMap",
+    "check",
+    "differing",
+    "export",
+    "held_shape",
+    "hf_names",
+    "hf_shapes",
+    "lf_shape",
+    "lf_shapes",
+    "pieces",
+    "read",
+    "remember",
+    "report",
+    "stored_dtype",
+    "to_hf",
+    "whole",
+]
 
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32")
 _COMPARED = 1 << 22  # Elements of a duplicate that are compared at a time.
-
-
-@attrs.frozen
-class Piece:
-    """A box of an HF tensor that is a box of an lf tensor.
-
-    HF dimension i is lf dimension `axes[i]`; lf dimensions that `axes` leaves out have extent 1 in the box.
-    """
-
-    hf: str
-    """The HF tensor."""
-    hf_at: Shape
-    """First index of the box in the HF tensor."""
-    lf_at: Shape
-    """First index of the box in the lf tensor."""
-    size: Shape
-    """Extent of the box, in lf's dimensions."""
-    axes: Shape
-    """The lf dimension of each HF dimension."""
-
-
-@attrs.frozen
-class Rule:
-    """One line of a weight table: the type says how tensors correspond."""
-
-
-@attrs.frozen
-class LfRule(Rule):
-    """A rule that makes one lf tensor."""
-
-    lf: str
-    """Canonical lf name."""
-
-
-@attrs.frozen
-class Same(LfRule):
-    """One HF tensor, unchanged."""
-
-    hf: str
-    """The HF tensor."""
-
-
-@attrs.frozen
-class Stack(LfRule):
-    """HF tensors one below the other, along dimension 0 (gate and up projection)."""
-
-    hf: tuple[str, ...]
-    """The HF tensors, top first."""
-    rows: tuple[int, ...] = attrs.field(default=(), kw_only=True)
-    """Rows of each; empty when they are equal."""
-
-
-@attrs.frozen
-class FusedQkv(LfRule):
-    """Query, key and value projection in megatron-core's order: for each key-value head its queries, key and value.
-
-    With G key-value heads, r = heads / G and head width d, the weight is [G * (r + 2) * d, hidden] and the bias
-    [G * (r + 2) * d].
-    """
-
-    q: str
-    """HF tensor of the queries, [heads * d, ...]."""
-    k: str
-    """HF tensor of the keys, [G * d, ...]."""
-    v: str
-    """HF tensor of the values, [G * d, ...]."""
-    heads: int = attrs.field(kw_only=True)
-    """Query heads."""
-    kv_heads: int = attrs.field(kw_only=True)
-    """Key-value heads; divides `heads`."""
-    head_dim: int = attrs.field(kw_only=True)
-    """Width of a head."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"{self.lf}: heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
-
-
-@attrs.frozen
-class Carried(Rule):
-    """HF tensors that no module holds (buffers, unused heads); an export writes them as the source had them."""
-
-    hf: str
-    """Glob pattern of the names; matching nothing is no error."""
-
-
-@attrs.frozen
-class Unused(Carried):
-    """One HF tensor that no module holds and that public loaders insist on: zeros where no source has it."""
-
-    shape: Shape
-    """Its shape."""
-
-
-@attrs.frozen
-class Duplicate(Rule):
-    """An HF tensor that may be stored though it equals another (the head of a tied model).
-
-    Import checks that they are equal; export writes it where the source had it.
-    """
-
-    hf: str
-    """The HF tensor."""
-    of: str
-    """The HF tensor that it equals."""
-
-
-@attrs.frozen
-class WeightMap:
-    """The rules of a model. Raises ValueError for names that two rules claim."""
-
-    rules: tuple[Rule, ...]
-    """One for each lf tensor, and those for HF tensors without one."""
-
-    def __attrs_post_init__(self) -> None:
-        _check_rules(self)
-
-    @functools.cached_property
-    def by_lf(self) -> dict[str, LfRule]:
-        """The rule that makes each lf tensor."""
-        return {rule.lf: rule for rule in self.rules if isinstance(rule, LfRule)}
-
-    @functools.cached_property
-    def by_hf(self) -> dict[str, Rule]:
-        """The rule that claims each HF tensor by name; carried patterns are not among them."""
-        return {name: rule for rule in self.rules for name in hf_names(rule)}
-
-    @functools.cached_property
-    def carried(self) -> tuple[str, ...]:
-        """The patterns of carried tensors."""
-        return tuple(rule.hf for rule in self.rules if isinstance(rule, Carried))
-
-
-@functools.singledispatch
-def hf_names(rule: Rule) -> tuple[str, ...]:
-    """Returns the HF tensors that a rule claims by name."""
-    raise no_rule(hf_names, rule)
-
-
-@hf_names.register
-def _(rule: Same | Duplicate) -> tuple[str, ...]:
-    return (rule.hf,)
-
-
-@hf_names.register
-def _(rule: Stack) -> tuple[str, ...]:
-    return rule.hf
-
-
-@hf_names.register
-def _(rule: FusedQkv) -> tuple[str, ...]:
-    return (rule.q, rule.k, rule.v)
-
-
-@hf_names.register
-def _(rule: Carried) -> tuple[str, ...]:
-    return ()
-
-
-@functools.singledispatch
-def pieces(rule: LfRule, shape: Shape) -> tuple[Piece, ...]:
-    """Returns the boxes that make an lf tensor of this shape; they cover each HF tensor exactly once.
-
-    Raises ValueError when no HF tensors could make that shape.
-    """
-    raise no_rule(pieces, rule)
-
-
-@pieces.register
-def _(rule: Same, shape: Shape) -> tuple[Piece, ...]:
-    origin = (0,) * len(shape)
-    return (Piece(rule.hf, origin, origin, shape, tuple(range(len(shape)))),)
-
-
-@pieces.register
-def _(rule: Stack, shape: Shape) -> tuple[Piece, ...]:
-    rows = rule.rows or (shape[0] // len(rule.hf),) * len(rule.hf)
-    if len(rows) != len(rule.hf) or sum(rows) != shape[0]:
-        raise ValueError(
-            f"{rule.lf} has {shape[0]} rows, which are not made of {len(rule.hf)} tensors of {list(rows)} rows"
-        )
-    return tuple(_rows(shape, [(name, 0, extent) for name, extent in zip(rule.hf, rows, strict=True)]))
-
-
-@pieces.register
-def _(rule: FusedQkv, shape: Shape) -> tuple[Piece, ...]:
-    d, ratio = rule.head_dim, rule.heads // rule.kv_heads
-    if shape[0] != rule.kv_heads * (ratio + 2) * d:
-        raise ValueError(
-            f"{rule.lf} has {shape[0]} rows; {rule.heads} heads, {rule.kv_heads} kv_heads and head_dim {d} make "
-            f"{rule.kv_heads * (ratio + 2) * d}"
-        )
-    blocks = []
-    for group in range(rule.kv_heads):
-        blocks += [(rule.q, group * ratio * d, ratio * d), (rule.k, group * d, d), (rule.v, group * d, d)]
-    return tuple(_rows(shape, blocks))
-
-
-@functools.singledispatch
-def lf_shape(rule: LfRule, shapes: Mapping[str, Shape]) -> Shape:
-    """Returns the shape of the lf tensor that HF tensors of these shapes make: their rows one below the other.
-
-    A rule that joins them in another way registers its own answer. Only `pieces` says whether the shapes fit.
-    """
-    first, *rest = (shapes[name] for name in hf_names(rule))
-    return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else first
-
-
-def hf_shapes(rule: LfRule, shape: Shape) -> dict[str, Shape]:
-    """Returns the shape of each HF tensor that makes an lf tensor of this shape."""
-    shapes: dict[str, list[int]] = {}
-    for piece in pieces(rule, shape):
-        extents = shapes.setdefault(piece.hf, [0] * len(piece.axes))
-        for dim, axis in enumerate(piece.axes):
-            extents[dim] = max(extents[dim], piece.hf_at[dim] + piece.size[axis])
-    return {name: tuple(extents) for name, extents in shapes.items()}
-
-
-def to_hf(rule: LfRule, tensor: Tensor) -> dict[str, Tensor]:
-    """Returns the HF tensors that a whole lf tensor (or its gradient) holds; they may be views of it."""
-    shape = tuple(tensor.shape)
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces(rule, shape):
-        found.setdefault(piece.hf, []).append(piece)
-    shapes = hf_shapes(rule, shape)
-    made = {}
-    for name, parts in found.items():
-        values = [_as_hf(part, tensor[_box(part.lf_at, part.size)]) for part in parts]
-        if len(values) == 1:
-            made[name] = values[0]
-        else:
-            made[name] = tensor.new_empty(shapes[name])
-            for part, value in zip(parts, values, strict=True):
-                made[name][_box(part.hf_at, tuple(value.shape))] = value
-    return made
-
-
-def whole(name: str, shape: Shape) -> Placed:
-    """Returns the place of a tensor that one rank holds whole."""
-    origin = (0,) * len(shape)
-    return Placed(name=name, shape=shape, parts=(Part(at=origin, local=origin, size=shape),))
-
-
-def held_shape(placed: Placed) -> Shape:
-    """Returns the shape of this rank's tensor without padding; no rows where it holds nothing but padding."""
-    ends = [_ends(part.local, part.size) for part in placed.parts]
-    return tuple(max(dim) for dim in zip(*ends, strict=True)) if ends else (0, *placed.shape[1:])
+_Boxes = tuple[Piece, tuple[slice, ...], Shape, Shape]
+"""What `_boxes` gives."""
 
 
 def stored_dtype(rule: LfRule, folder: HfFolder) -> torch.dtype:
@@ -294,7 +94,69 @@ def read(
     rule = weights.by_lf[placed.name]
     stored = stored_dtype(rule, folder)
     out = torch.zeros(held_shape(placed), dtype=dtype if dtype is not None and stored.is_floating_point else stored)
-    every = pieces(rule, placed.shape)
+    for piece, box, local, size in _boxes(pieces(rule, placed.shape), placed):
+        values = folder.read(piece.hf, box)
+        # torch does not ask this of numbers of one byte.
+        wide = values.float() if values.is_floating_point() and values.itemsize == 1 else values
+        if not bool(torch.isfinite(wide).all()):
+            raise ValueError(
+                f"{folder.path}: {piece.hf} has values that are not finite; the file is damaged, or the training that "
+                "wrote it has diverged: take another copy, or an earlier one"
+            )
+        out[slices(local, size)] = _as_lf(piece, values, size)
+    return out
+
+
+def differing(
+    weights: WeightMap, folder: HfFolder, placed: Placed, value: Tensor, share: tuple[int, int] = (0, 1)
+) -> list[str]:
+    """Returns the duplicates that differ from `value`, what `read` gives for `placed`, padded or not.
+
+    Reads nothing but duplicates, a few rows at a time: part `share[0]` of `share[1]` of their rows, where as many ranks
+    hold the same boxes.
+    """
+    rule = weights.by_lf[placed.name]
+    stored = [each for each in weights.rules if isinstance(each, Duplicate) and each.hf in folder.entries]
+    doubles = [each for each in stored if each.of in hf_names(rule)]
+    found = []
+    for double in doubles:
+        every = [piece for piece in pieces(rule, placed.shape) if piece.hf == double.of]
+        if not all(
+            _same(folder.read(double.hf, box), value[slices(local, size)], piece, size)
+            for piece, box, local, size in _cut(_boxes(every, placed), share)
+        ):
+            found.append(f"{double.hf} and {double.of} in {folder.path}")
+    return found
+
+
+def _cut(boxes: Iterable[_Boxes], share: tuple[int, int]) -> Iterator[_Boxes]:
+    """Gives one of `share[1]` equal shares of boxes, a few rows at a time."""
+    number, count = share
+    for piece, box, local, size in boxes:
+        if not box:
+            if number == 0:
+                yield piece, box, local, size
+            continue
+        axis = piece.axes[0]
+        rows, few = size[axis], max(1, _COMPARED * size[axis] // max(1, math.prod(size)))
+        stop = rows * (number + 1) // count
+        for first in range(rows * number // count, stop, few):
+            extent, start = min(few, stop - first), box[0].start + first
+            yield (
+                piece,
+                (slice(start, start + extent), *box[1:]),
+                (*local[:axis], local[axis] + first, *local[axis + 1 :]),
+                (*size[:axis], extent, *size[axis + 1 :]),
+            )
+
+
+def _same(double: Tensor, value: Tensor, piece: Piece, size: Shape) -> bool:
+    wide = torch.promote_types(double.dtype, value.dtype)
+    return torch.equal(_as_lf(piece, double, size).to(wide), value.to(wide))
+
+
+def _boxes(every: Iterable[Piece], placed: Placed) -> Iterator[_Boxes]:
+    """Gives what pieces have in common with a rank's boxes: slices of the HF tensor, first index here, extent in lf."""
     for part in placed.parts:
         for piece in every:
             at, size = _overlap(part, piece)
@@ -305,16 +167,7 @@ def read(
                     for first, axis in zip(piece.hf_at, piece.axes, strict=True)
                 )
                 local = tuple(mine + a - p for mine, a, p in zip(part.local, at, part.at, strict=True))
-                values = folder.read(piece.hf, box)
-                # torch does not ask this of numbers of one byte.
-                wide = values.float() if values.is_floating_point() and values.itemsize == 1 else values
-                if not bool(torch.isfinite(wide).all()):
-                    raise ValueError(
-                        f"{folder.path}: {piece.hf} has values that are not finite; the file is damaged, or the "
-                        "training that wrote it has diverged: take another copy, or an earlier one"
-                    )
-                out[_box(local, size)] = _as_lf(piece, values, size)
-    return out
+                yield piece, box, local, size
 
 
 def lf_shapes(weights: WeightMap, folder: HfFolder) -> dict[str, Shape]:
@@ -327,14 +180,15 @@ def check(
     weights: WeightMap,
     folder: HfFolder,
     shapes: Mapping[str, Shape] | None = None,
-    share: tuple[int, int] = (0, 1),
+    compare: bool = True,
 ) -> None:
     """Raises ValueError unless the folder and the model account for each other, tensor by tensor.
 
     `shapes` are the global shapes of all lf tensors of the model; None takes what the folder makes of them. Every HF
     tensor must be claimed by a rule, every rule find its HF tensors, every lf tensor have its rule, every shape agree,
-    every dtype be one that holds plain values and every stored duplicate equal its original. Reads nothing but
-    duplicates, a few rows at a time: part `share[0]` of `share[1]` of their rows, where ranks divide the work.
+    every dtype be one that holds plain values and, with `compare`, every stored duplicate equal its original. Reads
+    nothing but duplicates and their originals, a few rows at a time; `differing` spares those who read originals
+    anyway to read them twice.
     """
     model = lf_shapes(weights, folder) if shapes is None else shapes
     names = set(folder.names)
@@ -357,7 +211,7 @@ def check(
         "unexpected in the folder": [
             f"{name} in {folder.entries[name].file}"
             for name in folder.names
-            if name not in weights.by_hf and not _is_carried(weights, name)
+            if name not in weights.by_hf and not is_carried(weights, name)
         ],
         "of the wrong shape": wrong,
         f"not stored as {', '.join(_PLAIN)}, so perhaps quantised": [
@@ -370,9 +224,10 @@ def check(
         "stored twice with different values": [
             f"{rule.hf} and {rule.of}"
             for rule in weights.rules
-            if isinstance(rule, Duplicate)
+            if compare
+            and isinstance(rule, Duplicate)
             and {rule.hf, rule.of} <= names
-            and not _equal(folder, rule.hf, rule.of, share)
+            and not _equal(folder, rule.hf, rule.of)
         ],
     }
     if any(faults.values()):
@@ -393,7 +248,7 @@ def report(weights: WeightMap, folder: HfFolder) -> list[dict[str, Any]]:
     rows = []
     for name, entry in folder.entries.items():
         rule = weights.by_hf.get(name)
-        kind = type(rule).__name__ if rule else "Carried" if _is_carried(weights, name) else "unclaimed"
+        kind = type(rule).__name__ if rule else "Carried" if is_carried(weights, name) else "unclaimed"
         row: dict[str, Any] = {
             "key": name,
             "rule": "Scale" if name in folder.quantisation.unused else kind,
@@ -457,26 +312,6 @@ def export(
         yield kept.name, _cast(name, made[name] if uses[name] else made.pop(name), dtype, stored)
 
 
-def _check_rules(weights: WeightMap) -> None:
-    for kind, names in (
-        ("lf", [rule.lf for rule in weights.rules if isinstance(rule, LfRule)]),
-        ("HF", [name for rule in weights.rules for name in hf_names(rule)]),
-    ):
-        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        if twice:
-            raise ValueError(
-                f"weight map: {len(twice)} {kind} tensors stand in two rules: {few(twice)}; keep one of them"
-            )
-    both = [name for name in weights.by_hf if _is_carried(weights, name)]
-    if both:
-        raise ValueError(f"weight map: {few(both)} stand in a rule and match a Carried pattern; narrow the pattern")
-    for rule in weights.rules:
-        if isinstance(rule, Duplicate) and not isinstance(weights.by_hf.get(rule.of), LfRule):
-            raise ValueError(
-                f"weight map: {rule.hf} is a duplicate of {rule.of}, which no rule maps to lf; name one that is"
-            )
-
-
 def _check_source(weights: WeightMap, source: Source) -> None:
     held = {kept.name for kept in source.tensors if not kept.carried}
     optional = {rule.hf for rule in weights.rules if isinstance(rule, Duplicate)}
@@ -494,35 +329,10 @@ def _original(weights: WeightMap, name: str) -> str:
     return rule.of if isinstance(rule, Duplicate) else name
 
 
-def _is_carried(weights: WeightMap, name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in weights.carried)
-
-
-def _rows(shape: Shape, blocks: Sequence[tuple[str, int, int]]) -> Iterator[Piece]:
-    row = 0
-    rest = (0,) * (len(shape) - 1)
-    for name, first, rows in blocks:
-        yield Piece(name, (first, *rest), (row, *rest), (rows, *shape[1:]), tuple(range(len(shape))))
-        row += rows
-
-
-def _box(at: Shape, size: Shape) -> tuple[slice, ...]:
-    return tuple(slice(first, first + extent) for first, extent in zip(at, size, strict=True))
-
-
-def _ends(at: Shape, size: Shape) -> Shape:
-    return tuple(first + extent for first, extent in zip(at, size, strict=True))
-
-
 def _overlap(part: Part, piece: Piece) -> tuple[Shape, Shape]:
     at = tuple(max(a, b) for a, b in zip(part.at, piece.lf_at, strict=True))
-    ends = zip(_ends(part.at, part.size), _ends(piece.lf_at, piece.size), at, strict=True)
-    return at, tuple(max(0, min(a, b) - first) for a, b, first in ends)
-
-
-def _as_hf(piece: Piece, box: Tensor) -> Tensor:
-    lone = [dim for dim in range(box.ndim) if dim not in piece.axes]
-    return box.permute((*lone, *piece.axes)).reshape([box.shape[axis] for axis in piece.axes])
+    stops = zip(ends(part.at, part.size), ends(piece.lf_at, piece.size), at, strict=True)
+    return at, tuple(max(0, min(a, b) - first) for a, b, first in stops)
 
 
 def _as_lf(piece: Piece, box: Tensor, size: Shape) -> Tensor:
@@ -540,18 +350,17 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, stored: torch.dt
     return cast
 
 
-def _equal(folder: HfFolder, one: str, other: str, share: tuple[int, int]) -> bool:
-    """Returns whether two tensors are equal in one of `share[1]` equal shares of their rows."""
+def _equal(folder: HfFolder, one: str, other: str) -> bool:
+    """Returns whether two tensors are equal; reads them a few rows at a time."""
     if folder.shape(one) != folder.shape(other):
         return False
     if not folder.shape(one):
         return torch.equal(folder.read(one), folder.read(other))
-    (rows, *rest), (number, count) = folder.shape(one), share
+    rows, *rest = folder.shape(one)
     wide = torch.promote_types(folder.dtype(one), folder.dtype(other))
     few = max(1, _COMPARED // max(1, math.prod(rest)))
-    start, stop = rows * number // count, rows * (number + 1) // count
-    for first in range(start, stop, few):
-        box = (slice(first, min(first + few, stop)), *(slice(0, extent) for extent in rest))
+    for first in range(0, rows, few):
+        box = (slice(first, min(first + few, rows)), *(slice(0, extent) for extent in rest))
         if not torch.equal(folder.read(one, box).to(wide), folder.read(other, box).to(wide)):
             return False
     return True

@@ -85,13 +85,22 @@ def _temporary(folder: Path, step: int) -> Path:
     return folder / f"step_{step}.tmp-{secrets.token_hex(4)}"
 
 
-def save(run_dir: Path, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any], *, comm: Comm = ALONE) -> Path:
+def save(
+    run_dir: Path,
+    step: int,
+    pieces: Iterable[Piece],
+    meta: Mapping[str, Any],
+    *,
+    comm: Comm = ALONE,
+    reread: bool = False,
+) -> Path:
     """Saves a training state as `checkpoints/step_<step>/` of a run, all ranks together, and returns that folder.
 
     Each rank gives its pieces; together they must hold every element of every tensor once, so a replica is given by
     one rank only. `meta` is plain JSON; rank 0's is kept. A checkpoint of the same step is replaced, and can be found
-    until the new one can. When any rank fails, all raise CheckpointError, nothing of the attempt stays, and the
-    checkpoints that were there are as they were.
+    until the new one can. With `reread`, each rank reads its file again and compares before the checkpoint counts. When
+    any rank fails, all raise CheckpointError, nothing of the attempt stays, and the checkpoints that were there are as
+    they were.
     """
     folder = _folder(run_dir)
     target = folder / f"step_{step}"
@@ -128,7 +137,10 @@ def save(run_dir: Path, step: int, pieces: Iterable[Piece], meta: Mapping[str, A
                 if not temporary.is_dir():
                     raise CheckpointError(f"{temporary} is not there; all ranks must see the same run folder")
                 with _disk_full_explained(path, shard.size):
-                    return File(bytes=shard.size, sha256=write_shard(path, shard))
+                    file = File(bytes=shard.size, sha256=write_shard(path, shard))
+                if reread:
+                    _check_hash(path, file.sha256)
+                return file
 
             def finish(files: list[File]) -> None:
                 manifest = Manifest(step=step, meta=dict(meta), files=tuple(files), tensors=tensors)

@@ -32,20 +32,24 @@ ALONE = Comm(rank=0, world=1, gather=lambda value: [value], broadcast=lambda val
 """A single process."""
 
 
-def distributed() -> Comm:
-    """Returns the exchange of the ranks of torch.distributed, which must be up."""
+PATIENCE = datetime.timedelta(hours=2)
+"""How long ranks wait for each other: one of them may write an export, or all hash a checkpoint, meanwhile."""
+
+
+def distributed(group: Any = None) -> Comm:
+    """Returns the exchange of the ranks of torch.distributed, which must be up, in a process group of all ranks."""
     from torch import distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def gather(value: Any) -> list[Any] | None:
         rows: list[Any] | None = [None] * world if rank == 0 else None
-        dist.gather_object(value, rows, dst=0)
+        dist.gather_object(value, rows, dst=0, group=group)
         return rows
 
     def broadcast(value: Any) -> Any:
         row = [value]
-        dist.broadcast_object_list(row, src=0)
+        dist.broadcast_object_list(row, src=0, group=group)
         return row[0]
 
     return Comm(rank=rank, world=world, gather=gather, broadcast=broadcast)
@@ -109,8 +113,7 @@ def process_group(device: Device) -> Iterator[Comm]:
     # Small objects go through the host, so an accelerator's group has gloo for CPU tensors beside its own backend.
     backend = "gloo" if device.backend == "gloo" else f"cpu:gloo,{device.torch_type}:{device.backend}"
     if world > 1:
-        # Ranks wait for each other while rank 0 writes an export or a checkpoint is hashed.
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        dist.init_process_group(backend, timeout=PATIENCE)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)

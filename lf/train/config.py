@@ -152,6 +152,11 @@ class Save:
     """Steps between checkpoints; 0 saves at the end and on a signal only."""
     keep: int = attrs.field(default=2, validator=ge(1))
     """Complete checkpoints to keep."""
+    background: bool = False
+    """Whether checkpoints are written beside the training. A save then holds a step up while its tensors are copied, or
+    while the save before is still written; each rank takes as much memory of its host more as it saves. What was
+    written is read again and compared before the checkpoint counts. A save that fails ends the run after the step that
+    goes on; evaluations, exports, signals and the end wait for it."""
     export_every: int = attrs.field(default=0, validator=ge(0))
     """Steps between Hugging Face exports to `hf_step_<n>/`; the end always exports to `hf/`."""
     averaged: bool = True

@@ -25,7 +25,7 @@ from lf.data.hf_tokenizer import FILES, read_tokenizer
 from lf.models import hf, weights
 from lf.models.hf_folder import HfFolder, few, open_folder
 from lf.models.hf_save import new_folder, store_source
-from lf.models.layouts import fitted
+from lf.models.layouts import fitted, fitted_to
 from lf.models.lora import merged
 from lf.models.spec import weight_map
 from lf.models.weights import WeightMap
@@ -64,7 +64,7 @@ def import_folder(src: Path, dst: Path, family: str = "") -> Converted:
         raise ValueError(f"{dst} is no empty folder; choose another one, or remove it first")
     model = hf.read_config(src, load_function(family) if family else None)
     folder = open_folder(src)
-    table = fitted(weight_map(model), folder.names)
+    table = fitted_to(weight_map(model), folder)
     weights.check(table, folder, stated_shapes(model))
     source, rows = weights.remember(table, folder), weights.report(table, folder)
     tokenizer = {name: content for name, content in source.files if name in FILES}

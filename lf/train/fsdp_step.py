@@ -73,7 +73,7 @@ def _spread(
     held = named_tensors(model)
     check_names(cfg, held)
     if published is not None:
-        published.check({name: tuple(tensor.shape) for name, tensor in held.items()}, (0, 1))
+        published.check({name: tuple(tensor.shape) for name, tensor in held.items()}, True)
     if run.adapt is not None:
         adapt(model, run.adapt, weight_map(cfg))
     # Beside adapters, only what is trained can have a learning rate of its own.

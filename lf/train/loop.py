@@ -18,6 +18,7 @@ from lf.devices.device import Device
 from lf.models.hf_folder import few
 from lf.models.spec import Batch, Layout, ModelConfig, collate, flops
 from lf.train import checkpoint
+from lf.train.background import Background, check_memory, own_group, snapshot
 from lf.train.comm import Comm, told
 from lf.train.config import Run
 from lf.train.folder import HF, check_room
@@ -84,6 +85,18 @@ class Ended:
     """The last held-out loss."""
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class _Aside:
+    """What happens beside the steps."""
+
+    signals: Callable[[], int]
+    """Returns the first signal that asks the run to end, 0 without one."""
+    saving: Background
+    """Where a checkpoint is written that does not hold the steps up."""
+    comm: Comm
+    """The exchange of the ranks' threads that write it."""
+
+
 class _StoppedError(Exception):
     """All ranks stop at the same point: `signal` was caught by one of them, or 0 and `fault` is what went wrong."""
 
@@ -121,18 +134,20 @@ def _signals() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def _next(job: Job, source: Iterator[T], signals: Callable[[], int]) -> T | None:
+def _next(job: Job, source: Iterator[T], aside: _Aside) -> T | None:
     """Returns the next item on this rank, None after the last one.
 
-    Every rank calls it at once. Raises _StoppedError on all of them when one has caught a signal or has no way on.
+    Every rank calls it at once. Raises _StoppedError on all of them when one has caught a signal or has no way on, be
+    it that a checkpoint could not be written meanwhile.
     """
     item: T | None = None
     fault: Exception | None = None
     try:
+        aside.saving.check()
         item = next(source, None)
     except Exception as error:
         fault = error
-    flag = torch.tensor(_FAULT if fault else signals(), device=job.device.torch_type)
+    flag = torch.tensor(_FAULT if fault else aside.signals(), device=job.device.torch_type)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if number := int(flag.item()):
         raise _StoppedError(number % _FAULT, fault)
@@ -168,8 +183,10 @@ def train(job: Job) -> Ended:
         _signals() as signals,
         profile_window(run.profile, job.folder, rank=job.comm.rank) as begin,
         prefetch(make, range(job.engine.state.step + 1, run.steps + 1)) as feed,
+        own_group(job.comm) if run.save.background else contextlib.nullcontext(job.comm) as comm,
+        Background() as saving,
     ):
-        ended = _steps(job, feed, begin, signals)
+        ended = _steps(job, feed, begin, _Aside(signals=signals, saving=saving, comm=comm))
         if ended.signal:
             name = signal.Signals(ended.signal).name
             job.say(f"{name}: step {ended.state.step} of {run.steps} is saved; the same command goes on from there")
@@ -178,32 +195,34 @@ def train(job: Job) -> Ended:
         return ended
 
 
-def _steps(
-    job: Job, feed: Iterator[Fetched[list[Batch]]], begin: Callable[[int], None], signals: Callable[[], int]
-) -> Ended:
+def _steps(job: Job, feed: Iterator[Fetched[list[Batch]]], begin: Callable[[int], None], aside: _Aside) -> Ended:
     run, state = job.run, job.engine.state
     saved = state.step or -1
     window: tuple[Timing, ...] | None = None
     loss: float | None = None
     try:
         if state.step:
-            loss = _follow(job, state, signals, resumed=True)
-        while (fetched := _next(job, feed, signals)) is not None:
+            loss = _follow(job, state, aside, resumed=True)
+        while (fetched := _next(job, feed, aside)) is not None:
             begin(fetched.step)
             started = time.perf_counter()
             state, metrics = job.engine.step(state, fetched.value)
             if window is None:
                 # Only now the optimiser has all its state.
                 check_room(job.folder, job.engine.pieces(state), _saves_left(job, state), job.comm)
+                if run.save.background:
+                    check_memory(job.engine.pieces(state), job.comm)
             window = _report(job, state, metrics, window, fetched, time.perf_counter() - started)
             if state.step == run.steps or _due(state.step, run.save.every):
-                _save(job, state)
+                _save(job, state, aside)
                 saved = state.step
-            loss = _follow(job, state, signals, resumed=False)
+            loss = _follow(job, state, aside, resumed=False)
     except (_StoppedError, NonFiniteError, NothingToScoreError) as stop:
         # What was trained since the last checkpoint is good: all ranks are here, and nothing is half done.
+        aside.saving.wait()
         if saved != state.step:
-            _save(job, state)
+            _save(job, state, aside)
+            aside.saving.wait()
         if isinstance(stop, NonFiniteError) and stop.line:
             job.sinks.write(stop.line)
         if not isinstance(stop, _StoppedError):
@@ -219,16 +238,19 @@ def _steps(
     return Ended(state=state, signal=0, eval_loss=loss)
 
 
-def _follow(job: Job, state: TrainState, signals: Callable[[], int], *, resumed: bool) -> float | None:
-    """Does what is due after a step besides its checkpoint; returns the held-out loss, None where none is due.
+def _follow(job: Job, state: TrainState, aside: _Aside, *, resumed: bool) -> float | None:
+    """Does what is due after a step when its checkpoint is whole; returns the held-out loss, None where none is due.
 
     A run that resumes makes up for what it was killed in, and repeats nothing but the closing evaluation.
     """
     run, step = job.run, state.step
     last, loss, again = step == run.steps, None, resumed and job.evaluated >= step
-    if last or (_due(step, run.eval.every) and not again):
-        loss = _evaluate(job, state, signals, write=not again)
-    if _due(step, run.save.export_every) and not last:
+    evaluates, exports = last or (_due(step, run.eval.every) and not again), _due(step, run.save.export_every)
+    if evaluates or exports:
+        aside.saving.wait()
+    if evaluates:
+        loss = _evaluate(job, state, aside, write=not again)
+    if exports and not last:
         name = f"{HF}_step_{step}"
         if not resumed or not job.comm.broadcast((job.folder / name).is_dir()):
             _check_weights(job, state)
@@ -285,14 +307,14 @@ def _report(
     return window
 
 
-def _evaluate(job: Job, state: TrainState, signals: Callable[[], int], *, write: bool) -> float | None:
+def _evaluate(job: Job, state: TrainState, aside: _Aside, *, write: bool) -> float | None:
     """Returns the held-out loss, None without held-out data."""
     if job.eval_rows is None:
         return None
     like = job.eval_rows.row(0, 0)
     wanted = eval_batches(job.eval_rows, batches=job.run.eval.batches, **_share(job))
     source = (_collated(job, rows, like) for rows in wanted)
-    values = job.engine.evaluate(state, iter(lambda: _next(job, source, signals), None))
+    values = job.engine.evaluate(state, iter(lambda: _next(job, source, aside), None))
     loss = values.pop("loss")
     if write:
         job.sinks.write(eval_line(state.step, loss, values))
@@ -319,13 +341,19 @@ def _check_weights(job: Job, state: TrainState) -> None:
         )
 
 
-def _save(job: Job, state: TrainState) -> None:
+def _save(job: Job, state: TrainState, aside: _Aside) -> None:
+    """Saves a state, or begins to with `save.background`: then the save before has ended, and the state may change."""
     _check_weights(job, state)
-    checkpoint.save(
-        job.folder,
-        state.step,
-        job.engine.pieces(state),
-        {**job.meta, "tokens": state.tokens},
-        comm=job.comm,
-    )
-    checkpoint.prune(job.folder, job.run.save.keep, comm=job.comm)
+    save = job.run.save
+    aside.saving.wait()
+    pieces = snapshot(job.engine.pieces(state), job.comm) if save.background else job.engine.pieces(state)
+
+    def write() -> None:
+        meta = {**job.meta, "tokens": state.tokens}
+        checkpoint.save(job.folder, state.step, pieces, meta, comm=aside.comm, reread=save.background)
+        checkpoint.prune(job.folder, save.keep, comm=aside.comm)
+
+    if save.background:
+        aside.saving.start(write)
+    else:
+        write()

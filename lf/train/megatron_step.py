@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lf.models.hf_folder import few
 from lf.models.initialise import seed_of
 from lf.models.spec import (
     Accounted,
@@ -26,10 +27,18 @@ from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import chunk_contexts, distributed_optimizer, owned_range, placements, wrap
 from lf.train.comm import distributed, over_ranks, together
-from lf.train.config import Run
+from lf.train.config import OptimConfig, Run
 from lf.train.manifest import CheckpointError
 from lf.train.names import WEIGHT, Kind, check_state, key
-from lf.train.optim import make_optimizer, param_groups, restore_state, start_state, state_tensors
+from lf.train.optim import (
+    check_parts,
+    freeze,
+    make_optimizer,
+    param_groups,
+    restore_state,
+    start_state,
+    state_tensors,
+)
 from lf.train.reader import Reader
 from lf.train.shards import Piece, box_piece
 from lf.train.state import Engine, Published, TrainState, check_names, initial_value
@@ -40,7 +49,13 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
     """Returns the Megatron path of a run: model with weights, optimiser and step on this rank."""
     assert isinstance(run.parallel, MegatronParallel)
     with megatron_globals(ctx):
-        chunks = [wrap(build_model(cfg, each), each, overlap=run.parallel.overlap) for each in chunk_contexts(ctx)]
+        models = [build_model(cfg, each) for each in chunk_contexts(ctx)]
+    _freeze(models, run.optim, ctx)
+    with megatron_globals(ctx):
+        chunks = [
+            wrap(model, each, overlap=run.parallel.overlap)
+            for model, each in zip(models, chunk_contexts(ctx), strict=True)
+        ]
         named = [pair for chunk in chunks for pair in chunk.module.named_parameters()]
         make = functools.partial(make_optimizer, run.optim)
         optimizer = distributed_optimizer(make, param_groups(named, run.optim), chunks, ctx)
@@ -59,17 +74,53 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
     )
 
 
+def _freeze(models: list[nn.Module], optim: OptimConfig, ctx: Ctx) -> None:
+    """Marks what `optim.freeze` names; raises ValueError, on every rank, where it matches nothing or leaves nothing."""
+    if not optim.freeze:
+        return
+    named = [[(placed.name, tensor) for tensor, placed in placements(model, ctx)] for model in models]
+    own = [[(name, tensor) for name, tensor in pairs if isinstance(tensor, nn.Parameter)] for pairs in named]
+    check_parts(optim, over_ranks({name: True for pairs in own for name, _ in pairs}).keys())
+    for pairs in own:
+        freeze(pairs, optim)
+    idle = any(not any(param.requires_grad for _, param in pairs) for pairs in own)
+    if stages := sorted(over_ranks({str(ctx.layout.pp_rank): True} if idle else {})):
+        raise ValueError(
+            f"optim.freeze = {optim.freeze} leaves nothing to train on pipeline stage {', '.join(stages)}; lower "
+            "parallel.pp or vpp, or narrow it"
+        )
+
+
 def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, published: Published | None) -> None:
     held = [pair for chunk in state.chunks for pair in placements(chunk.module, ctx)]
     shapes = over_ranks({placed.name: placed.shape for _, placed in held})
     check_names(cfg, shapes)
     if published is not None:
         _check_published(published, shapes)
+    copies, differing = ctx.groups.dp_cp.size(), list[str]()
     for tensor, placed in held:
         if published is None and not isinstance(tensor, nn.Parameter):
             continue  # A buffer starts as the module made it.
-        _set(tensor, owned_range(state.optimizer, tensor), initial_value(cfg, seed, placed, tensor, published))
-        # No name holds the value: while the next one is read it would be in memory beside it.
+        value = initial_value(cfg, seed, placed, tensor, published)
+        _set(tensor, owned_range(state.optimizer, tensor), value)
+        if published is not None and placed.owner:
+            differing += published.differing(placed, value, (placed.replica, copies))
+        del value  # While the next one is read it would be in memory beside it.
+    if published is not None:
+        _check_copies(differing)
+
+
+def _check_copies(differing: list[str]) -> None:
+    """Raises ValueError on every rank where one has found tensors that are stored twice with different values."""
+
+    def tell(rows: list[list[str]]) -> None:
+        if found := sorted({pair for row in rows for pair in row}):
+            raise ValueError(
+                f"the weights do not fit the model: {len(found)} stored twice with different values: {few(found)}; "
+                "give a folder whose copies are equal, or whose config.json does not say that they are"
+            )
+
+    together(distributed(), lambda: differing, tell, ValueError)
 
 
 @torch.no_grad()
@@ -82,12 +133,11 @@ def _set(tensor: Tensor, owned: tuple[int, int, Tensor] | None, value: Tensor) -
 
 
 def _check_published(published: Published, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError on every rank where the weights do not fit; the ranks share what must be read for it."""
-    comm = distributed()
+    """Raises ValueError on every rank where the weights do not fit, of which no values are read for it."""
 
     def fault() -> str:
         try:
-            published.check(shapes, (comm.rank, comm.world))
+            published.check(shapes, False)
         except ValueError as error:
             return str(error)
         return ""
@@ -96,7 +146,7 @@ def _check_published(published: Published, shapes: Mapping[str, tuple[int, ...]]
         if found := next(filter(None, faults), ""):
             raise ValueError(found)
 
-    together(comm, fault, first, ValueError)
+    together(distributed(), fault, first, ValueError)
 
 
 def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:

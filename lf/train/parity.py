@@ -6,7 +6,10 @@ the public model by the names of its forward, `labels` (unshifted, -100 ignored)
 `mtp_logits`, `mtp_loss` and `total_loss`, and the gradients are those of the total.
 
 One of a robot or video model has `weights.safetensors`, `inputs.safetensors` with all random draws, and
-`outputs.safetensors`: what the family's rule of `golden` names, `grad.<checkpoint key>` and `gradnorm.<key>`.
+`outputs.safetensors`: what the family's rule of `golden` names, `grad.<checkpoint key>`, `gradnorm.<key>` and
+`gradnorm_total`, the norm of all. In a
+checkpoint folder of such a model `io.safetensors` holds both inputs and outputs, of which `sample` and `loss` are known
+by their names.
 """
 
 import json
@@ -16,21 +19,22 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lf.models import weights
-from lf.models.hf_folder import parse_config
-from lf.models.layouts import fitted
+from lf.models.hf_folder import open_folder, parse_config
+from lf.models.layouts import fitted, fitted_to
+from lf.models.recorded import recorded_rows
 from lf.models.spec import (
-    IGNORE,
     Batch,
     Ctx,
     Layout,
     ModelConfig,
+    collate,
     forward,
     golden,
+    has_rule,
     loss_coefficients,
     loss_terms,
     loss_weights,
@@ -39,8 +43,8 @@ from lf.models.spec import (
 )
 from lf.parallel.megatron import placements
 from lf.terminal import say
-from lf.train.start import load_model, open_start
-from lf.train.step import weighted_loss
+from lf.train.start import Start, load_model, open_start
+from lf.train.step import to_device, weighted_loss
 
 TOLERANCES = {
     "logits": 1e-4,
@@ -54,6 +58,8 @@ TOLERANCES = {
 
 RECORDED = {"outputs": 2e-5, "grads": 5e-5}
 """The same of a robot or video model."""
+
+_OUTPUTS = ("sample", "loss")
 
 ZERO = 1e-7
 """A reference that is nowhere larger is compared absolutely: it is an analytic zero."""
@@ -98,8 +104,12 @@ def compare(folder: Path, ctx: Ctx) -> Parity:
         return _compare_recorded(folder, Ctx(device=ctx.device))
     start = open_start(str(folder), None)
     recorded = load_file(folder / "io.safetensors", device=ctx.device.torch_type)
+    if has_rule(golden, start.model):
+        outputs = {name: value for name, value in recorded.items() if name in _OUTPUTS or name.startswith("grad.")}
+        return _compare_all(folder, start, Ctx(device=ctx.device), recorded, outputs)
     model = load_model(start, ctx)
-    outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, ctx)
+    table = fitted_to(weight_map(start.model), open_folder(folder))
+    outputs, grads = _outputs(start.model, model, recorded), _gradients(start.model, model, recorded, table, ctx)
     return judge(folder, recorded, outputs, grads)
 
 
@@ -124,10 +134,17 @@ def judge(
 
 def _compare_recorded(folder: Path, ctx: Ctx) -> Parity:
     start = open_start(str(folder), None, stems=("weights",))
-    model = load_model(start, ctx)
     inputs, recorded = (
         load_file(folder / f"{name}.safetensors", device=ctx.device.torch_type) for name in ("inputs", "outputs")
     )
+    return _compare_all(folder, start, ctx, inputs, recorded)
+
+
+def _compare_all(
+    folder: Path, start: Start, ctx: Ctx, inputs: Mapping[str, Tensor], recorded: Mapping[str, Tensor]
+) -> Parity:
+    """Returns how far what `golden` makes of the inputs is from all that was recorded."""
+    model = load_model(start, ctx)
     file = folder / "config.json"
     made = golden(start.model, model, inputs, parse_config(file, file.read_bytes()))
     made.loss.backward()
@@ -141,15 +158,22 @@ def _compare_recorded(folder: Path, ctx: Ctx) -> Parity:
     grads = dict(weights.export(fitted(weight_map(start.model), names), grad_of))
     found = {f"grad.{name}": grad for name, grad in grads.items()}
     found |= {f"gradnorm.{name}": grad.norm() for name, grad in grads.items()}
+    total = torch.stack([grad.double().norm() for grad in grads.values()]).norm()
+    results = {**made.outputs, "gradnorm_total": total}
     outputs = {name: value for name, value in recorded.items() if not name.startswith(("grad.", "gradnorm."))}
     wanted = {name: value for name, value in recorded.items() if name not in outputs}
     return Parity(
         folder=str(folder),
         family=type(start.model).__name__.lower(),
-        outputs={name: difference(made.outputs.get(name), value) for name, value in outputs.items()},
+        outputs={name: difference(_like(results.get(name), value), value) for name, value in outputs.items()},
         grads={name.removeprefix("grad."): difference(found.get(name), value) for name, value in wanted.items()},
         limits=RECORDED,
     )
+
+
+def _like(value: Tensor | None, reference: Tensor) -> Tensor | None:
+    """Returns a single number in the shape in which it was recorded; other tensors as they are."""
+    return value.reshape(reference.shape) if value is not None and value.numel() == reference.numel() == 1 else value
 
 
 def _valid(value: Tensor, mask: Tensor | None) -> Tensor:
@@ -157,24 +181,15 @@ def _valid(value: Tensor, mask: Tensor | None) -> Tensor:
     return value[mask.bool()] if mask is not None and value.shape[:2] == mask.shape else value
 
 
-def _batch(recorded: Mapping[str, Tensor], labels: bool) -> Batch:
-    tokens = recorded["input_ids"]
-    rows, length = tokens.shape
-    batch: dict[str, Any] = {
-        "tokens": tokens,
-        "positions": torch.arange(length, device=tokens.device).expand(rows, length),
-        "lengths": (length,) * rows,
-        "ids": tuple(f"golden:{i}" for i in range(rows)),
-        "count": tokens.numel(),
-    }
-    if labels:
-        batch["labels"] = F.pad(recorded["labels"][:, 1:], (0, 1), value=IGNORE)
-    return batch
+def _batch(cfg: ModelConfig, recorded: Mapping[str, Tensor]) -> Batch:
+    rows = recorded_rows(cfg, recorded)
+    whole = to_device(collate(cfg, rows, rows[0]), recorded["input_ids"].device.type)
+    return slice_batch(cfg, whole, Layout())
 
 
 def _outputs(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns logits and mean losses, those of further heads under names of their own, and the total loss."""
-    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
+    batch = _batch(cfg, recorded)
     unlabelled = {name: value for name, value in batch.items() if not name.startswith("labels")}
     with torch.no_grad():
         logits, losses = forward(cfg, model, unlabelled), loss_terms(cfg, forward(cfg, model, batch), batch)
@@ -201,9 +216,11 @@ def _recorded(term: str, kind: str) -> str:
     return kind if term == "lm" else f"{term.removesuffix('1')}_{kind}"
 
 
-def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor], ctx: Ctx) -> dict[str, Tensor]:
+def _gradients(
+    cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor], table: weights.WeightMap, ctx: Ctx
+) -> dict[str, Tensor]:
     """Returns the gradients of the loss under Hugging Face names: they go through the weight map as weights do."""
-    batch = slice_batch(cfg, _batch(recorded, labels=True), Layout())
+    batch = _batch(cfg, recorded)
     totals = {name: float(weight) for name, weight in loss_weights(cfg, batch).items()}
     weighted_loss(cfg, loss_terms(cfg, forward(cfg, model, batch), batch), totals).backward()
     by_name = {placed.name: param for param, placed in placements(model, ctx)}
@@ -214,7 +231,7 @@ def _gradients(cfg: ModelConfig, model: nn.Module, recorded: Mapping[str, Tensor
         assert grad is not None
         return grad
 
-    return dict(weights.export(weight_map(cfg), get))
+    return dict(weights.export(table, get))
 
 
 def to_json(parity: Parity) -> dict[str, Any]:

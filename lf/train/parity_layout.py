@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from lf.data.config import DataConfig
 from lf.models import weights
-from lf.models.spec import IGNORE, Batch, Ctx, ModelConfig, forward, slice_batch, text_batch, weight_map
+from lf.models.hf_folder import open_folder
+from lf.models.layouts import fitted_to
+from lf.models.recorded import recorded_rows
+from lf.models.spec import Batch, Ctx, ModelConfig, collate, forward, slice_batch, weight_map
 from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import owned_range, placements
@@ -36,26 +39,23 @@ def compare_layout(folder: Path, parallel: MegatronParallel, ctx: Ctx) -> Parity
     run = Run(model=start.model, data=DataConfig(), optim=Sgd(lr=1.0, clip=0.0), parallel=parallel)
     engine = megatron_engine(run, start.model, ctx, start.published)
     recorded = load_file(folder / "io.safetensors")
-    micro = _micro_batches(recorded, ctx)
+    micro = _micro_batches(start.model, recorded, ctx)
     logits = _logits(start.model, engine, micro, ctx, len(recorded["input_ids"]))
     engine.state.optimizer.step_with_ready_grads = lambda: True
     _, metrics = engine.step(engine.state, micro)
     by_name = _gradients(engine, ctx)
-    grads = dict(weights.export(weight_map(start.model), lambda name: by_name[name]))
+    table = fitted_to(weight_map(start.model), open_folder(folder))
+    grads = dict(weights.export(table, lambda name: by_name[name]))
     means = {name: torch.tensor(value) for name, value in metrics.terms.items()}
     return judge(folder, recorded, named_outputs(start.model, logits, means), grads)
 
 
-def _micro_batches(recorded: Mapping[str, Tensor], ctx: Ctx) -> list[Batch]:
+def _micro_batches(cfg: ModelConfig, recorded: Mapping[str, Tensor], ctx: Ctx) -> list[Batch]:
     """Returns this rank's rows, a micro-batch each; ranks without a row get one of weight zero."""
-    ids, labels = recorded["input_ids"].numpy(), recorded["labels"].numpy()
-    rows: list[dict[str, Any] | None] = []
-    for i, row in enumerate(ids):
-        target = [*labels[i, 1:].tolist(), IGNORE]
-        rows.append({"tokens": row, "labels": target, "lengths": (len(row),), "real": len(row), "id": f"golden:{i}"})
-    like = rows[0]
-    rows += [None] * (-len(rows) % ctx.layout.dp)
-    return [text_batch([row], like) for row in rows[ctx.layout.dp_rank :: ctx.layout.dp]]
+    made: list[dict[str, Any] | None] = [*recorded_rows(cfg, recorded)]
+    like = recorded_rows(cfg, recorded)[0]
+    made += [None] * (-len(made) % ctx.layout.dp)
+    return [collate(cfg, [row], like) for row in made[ctx.layout.dp_rank :: ctx.layout.dp]]
 
 
 def _logits(cfg: ModelConfig, engine: Engine, micro: list[Batch], ctx: Ctx, rows: int) -> dict[str, Tensor]:

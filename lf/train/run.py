@@ -98,10 +98,10 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
         )
     if run.precision.params == "bfloat16":
         require(device, "bf16", "precision.params", "set precision.params to float32")
-    if path == "megatron" and (run.optim.freeze or run.optim.rates):
+    if path == "megatron" and run.optim.rates:
         raise ValueError(
-            "optim.freeze and optim.rates are for the torch path, and parallel is a MegatronParallel; leave them "
-            "empty, or set parallel to lf.TorchParallel(...) where the model trains there"
+            "optim.rates are for the torch path, and parallel is a MegatronParallel; leave them empty, or set parallel "
+            "to lf.TorchParallel(...) where the model trains there"
         )
     if path == "megatron" and run.optim.ema:
         raise ValueError(

@@ -17,7 +17,7 @@ from lf.devices.device import Device
 from lf.models import hf, weights
 from lf.models.hf_folder import STEMS, open_folder, parse_config
 from lf.models.hf_save import Source, load_source, save_folder
-from lf.models.layouts import fitted
+from lf.models.layouts import fitted, fitted_to
 from lf.models.lora import added, sides
 from lf.models.spec import Ctx, ModelConfig, Placed, build_model, named_tensors, paths, robot_files, weight_map
 from lf.parallel.config import MegatronParallel, resolve
@@ -58,11 +58,13 @@ def open_start(init: str, model: ModelConfig | None, family: str = "", stems: Se
         return from_checkpoint(path, newest(path)[0], model)
     found = model if model is not None else hf.read_config(path, reader)
     folder = open_folder(path, stems=stems)
-    table = fitted(weight_map(found), folder.names)
+    table = fitted_to(weight_map(found), folder)
     return Start(
         model=found,
         published=Published(
-            check=functools.partial(weights.check, table, folder), read=functools.partial(weights.read, table, folder)
+            check=functools.partial(weights.check, table, folder),
+            read=functools.partial(weights.read, table, folder),
+            differing=functools.partial(weights.differing, table, folder),
         ),
         source=_restated(weights.remember(table, folder), model),
     )
@@ -100,7 +102,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     """
     found = model if model is not None else _saved_model(folder, reader)
 
-    def check(shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> None:
+    def check(shapes: Mapping[str, tuple[int, ...]], compare: bool) -> None:
         saved = base_shapes(weight_shapes(reader))
         if saved != dict(shapes):
             wrong = sorted(n for n in saved.keys() | shapes.keys() if saved.get(n) != shapes.get(n))
@@ -110,7 +112,7 @@ def from_checkpoint(folder: Path, reader: Reader, model: ModelConfig | None = No
     source = folder / SOURCE
     return Start(
         model=found,
-        published=Published(check=check, read=functools.partial(_read, reader, averaged)),
+        published=Published(check=check, read=functools.partial(_read, reader, averaged), differing=lambda *_: []),
         source=_restated(load_source(source), model) if source.is_dir() else None,
     )
 
@@ -163,7 +165,7 @@ def load_model(start: Start, ctx: Ctx, seed: int = 0) -> nn.Module:
     model = build_model(start.model, ctx).to(ctx.device.torch_type)
     held = _held(model, ctx)
     if start.published is not None:
-        start.published.check({placed.name: placed.shape for _, placed in held}, (0, 1))
+        start.published.check({placed.name: placed.shape for _, placed in held}, True)
     with torch.no_grad():
         for tensor, placed in held:
             tensor.copy_(initial_value(start.model, seed, placed, tensor, start.published))
@@ -217,7 +219,7 @@ def export(
     )
     ours = {**kept, **files}
     config = ours.pop("config.json", config)
-    save_folder(path, tensors, config=config, files=ours, source=source)
+    save_folder(path, tensors, config=config, files=ours, source=source, stem=hf.stem(model))
 
 
 def _scales(name: str) -> bool:

@@ -74,13 +74,15 @@ class Engine:
 class Published:
     """Weights that a run starts from."""
 
-    check: Callable[[Mapping[str, tuple[int, ...]], tuple[int, int]], None]
+    check: Callable[[Mapping[str, tuple[int, ...]], bool], None]
     """Raises ValueError unless the weights and the model's global shapes, by canonical name, fit tensor by tensor.
 
-    Values that must be equal are compared in share `[0]` of `[1]`: (0, 1) is all of them.
+    The second argument says whether values that are stored twice are read and compared too.
     """
     read: Callable[[Placed], Tensor]
     """Reads this rank's tensor, without padding, in the dtype in which it is stored."""
+    differing: Callable[[Placed, Tensor, tuple[int, int]], list[str]]
+    """Returns the copies of what `read` gave that are stored with other values, in share `[0]` of `[1]` of its rows."""
 
 
 def check_names(cfg: ModelConfig, names: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""lf's step beside a plain training loop of megatron-core's own modules, in one process and in several."""
+"""lf's step beside a plain loop of megatron-core's own modules, and the layouts of two processes beside one."""
 
 import functools
 import os
@@ -18,6 +18,7 @@ from lf.models.spec import Batch, Ctx, fake_batch
 from lf.train.comm import process_group
 from lf.train.ranks import start_ranks
 from lf.train.state import Engine
+from scripts.benchmarks.layouts import LAYOUTS, Layout, compare_layouts
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
 
 
@@ -31,11 +32,13 @@ class Megatron(Sizes):
     """
 
     processes: tuple[int, ...] = (1, 2)
-    """Data parallel processes."""
+    """Data parallel processes; empty leaves megatron-core's modules out."""
+    layouts: tuple[Layout, ...] = LAYOUTS
+    """Layouts of two processes that are compared with one process; empty leaves them out."""
 
 
-def lf_side(run: lf.Run) -> tuple[Step, Engine, Ctx]:
-    """Returns lf's step on the Megatron path, with its engine and context; torch.distributed must be up."""
+def lf_engine(run: lf.Run) -> tuple[Engine, Ctx]:
+    """Returns lf's engine on the Megatron path, and its context; torch.distributed must be up."""
     from lf.parallel.config import MegatronParallel, resolve
     from lf.parallel.megatron import make_context
     from lf.train.megatron_step import megatron_engine
@@ -44,7 +47,12 @@ def lf_side(run: lf.Run) -> tuple[Step, Engine, Ctx]:
     assert run.model is not None
     layout = resolve(run.parallel, dist.get_world_size())
     ctx = make_context(run.parallel, layout, cpu, torch.float32)
-    engine = megatron_engine(run, run.model, ctx)
+    return megatron_engine(run, run.model, ctx), ctx
+
+
+def lf_side(run: lf.Run) -> tuple[Step, Engine, Ctx]:
+    """Returns lf's step on the Megatron path, with its engine and context; torch.distributed must be up."""
+    engine, ctx = lf_engine(run)
     state = engine.state
 
     def step(batch: Batch) -> tuple[float, float]:
@@ -181,6 +189,24 @@ def one_rank(args: Megatron, unused: list[str]) -> int:
 
 
 def compare_with_megatron(args: Megatron) -> int:
-    """Compares lf with megatron-core's own modules for each number of processes; returns the exit code."""
+    """Compares lf with megatron-core's own modules, then its layouts with one process; returns the exit code."""
     work = functools.partial(one_rank, args)
-    return max(work([]) if world == 1 else start_ranks(work, [], world) for world in args.processes)
+    codes = [work([]) if world == 1 else start_ranks(work, [], world) for world in args.processes]
+    return max([*codes, show_layouts(args)])
+
+
+def show_layouts(args: Megatron) -> int:
+    """Measures and prints what each layout costs; returns the exit code."""
+    if not args.layouts:
+        return 0
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    if not args.json:
+        print("layouts of two processes (lf) beside one process (peer) with as many threads as both")
+    head(args)
+    try:
+        for ratio in compare_layouts(args.layouts, args):
+            show(ratio, args)
+    except DisagreementError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -113,7 +113,11 @@ def bench_run(args: Pi05Bench, cfg: Pi05) -> lf.Run:
 
 def lf_model(run: lf.Run, cfg: Pi05, device: Device, first: Mapping[str, Tensor]) -> tuple[Step, torch.nn.Module]:
     """Returns lf's step, and the module that it trains; torch.distributed must be up."""
-    published = Published(check=lambda shapes, share: None, read=lambda placed: first[placed.name])
+    published = Published(
+        check=lambda shapes, compare: None,
+        read=lambda placed: first[placed.name],
+        differing=lambda placed, value, share: [],
+    )
     ctx = Ctx(device=device, dtype=getattr(torch, run.precision.params))
     engine = torch_engine(run, cfg, ctx, published)
     state = engine.state

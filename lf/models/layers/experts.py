@@ -28,6 +28,18 @@ from lf.models.parts import Experts
 DISPATCHERS = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}
 
 
+def _check_rows(config: TransformerConfig, part: Experts, etp: int) -> None:
+    """Raises ValueError where torch's grouped products, which take rows of 16 bytes and multiples, cannot run."""
+    size = config.params_dtype.itemsize
+    for name, extent in (("hidden", config.hidden_size), ("experts.width", part.width // etp)):
+        if extent * size % 16:
+            raise ValueError(
+                f"model.{name} gives the experts of a rank rows of {extent} numbers of {size} bytes (parallel.etp = "
+                f"{etp}), and grouped products need multiples of 16 bytes; make model.{name} a multiple of "
+                f"{16 // size * (etp if name != 'hidden' else 1)}, or lower parallel.etp"
+            )
+
+
 class GroupedExperts(MegatronModule):
     """Gated feed-forward layers, all experts of a rank in one product.
 
@@ -39,6 +51,7 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         self.groups = groups
         count, width = part.count // groups.ep.size(), part.width // groups.expt_tp.size()
+        _check_rows(config, part, groups.expt_tp.size())
         self.gate_up = nn.Parameter(torch.empty(count, 2, width, config.hidden_size, dtype=config.params_dtype))
         self.down = nn.Parameter(torch.empty(count, config.hidden_size, width, dtype=config.params_dtype))
         for param in (self.gate_up, self.down):

@@ -102,6 +102,20 @@ class Rope:
     """Part of a head that is rotated, from its first dim on; 1.0 is the whole head."""
     scaling: RopeScaling = NoScaling()
     """What happens beyond the length of pre-training."""
+    sections: tuple[int, ...] = ()
+    """How many of the R/2 frequencies turn by time, by row and by column; empty where tokens have one position."""
+    interleaved: bool = False
+    """Whether the three take turns (Qwen3-VL), time having what is left; else they follow each other (Qwen2-VL)."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.sections and (len(self.sections) != 3 or min(self.sections) < 0):
+            raise ValueError(f"rope.sections = {self.sections} must be three numbers: of time, rows and columns")
+        _, rows, columns = self.sections or (0, 1, 1)
+        if self.interleaved and max(3 * rows - 1, 3 * columns) > sum(self.sections):
+            raise ValueError(
+                f"rope.interleaved = True with rope.sections = {self.sections}: rows and columns must each have at "
+                "most a third of the frequencies; correct them, or set interleaved to False"
+            )
 
 
 def rotated_dims(rope: Rope, head_dim: int) -> int:
@@ -111,6 +125,11 @@ def rotated_dims(rope: Rope, head_dim: int) -> int:
         raise ValueError(
             f"rope.fraction = {rope.fraction} of attention.head_dim = {head_dim} rotates {rot} dims; "
             "it must be an even number, at least 2: change the fraction or the head_dim"
+        )
+    if rope.sections and sum(rope.sections) != rot // 2:
+        raise ValueError(
+            f"rope.sections = {rope.sections} are {sum(rope.sections)} frequencies, but {rot} rotated dims have "
+            f"{rot // 2}; correct them"
         )
     return rot
 
@@ -126,14 +145,33 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: int) -> tuple[Tensor,
 def rope_table(rope: Rope, head_dim: int, positions_BS: Tensor, longest: int) -> Tensor:
     """Returns cosine and sine of every position as fp32 [2, S, B, 1, R], both multiplied by the attention factor.
 
-    `longest` is the longest sequence of the batch in tokens; it is a plain number so that no device is waited for.
+    Positions may be [3, B, S], of time, row and column, where the rope has sections. `longest` is the longest sequence
+    of the batch in tokens; it is a plain number so that no device is waited for.
     """
     frequencies, factor = inverse_frequencies(rope, head_dim, longest)
     # A copy that blocks would wait for all work that the device has queued.
     frequencies = frequencies.to(positions_BS.device, non_blocking=True)
-    angles_SB = positions_BS.t().float()[..., None] * frequencies
+    if positions_BS.ndim == 3:
+        which = axes(rope, len(frequencies)).to(positions_BS.device, non_blocking=True)
+        angles_SB = positions_BS.permute(2, 1, 0).float()[..., which] * frequencies
+    else:
+        angles_SB = positions_BS.t().float()[..., None] * frequencies
     angles = torch.cat((angles_SB, angles_SB), dim=-1)[:, :, None]
     return torch.stack((angles.cos(), angles.sin())) * factor
+
+
+def axes(rope: Rope, count: int) -> Tensor:
+    """Returns which position turns each of `count` frequencies: 0 time, 1 row, 2 column.
+
+    Contiguous sections are Qwen2-VL's (arXiv:2409.12191), interleaved ones Qwen3-VL's (arXiv:2511.21631).
+    """
+    if not rope.sections:
+        return torch.zeros(count, dtype=torch.int64)
+    if not rope.interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(rope.sections))
+    at = torch.arange(count)
+    turn = at % 3
+    return torch.where(at < 3 * torch.tensor((0, *rope.sections[1:]))[turn], turn, 0)
 
 
 def rotate(x_SBHD: Tensor, table: Tensor) -> Tensor:

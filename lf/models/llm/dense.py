@@ -56,6 +56,8 @@ class Family:
     """Whether its config.json can state that a part of a head is rotated."""
     experts: bool = False
     """Whether it has experts."""
+    sections: bool = False
+    """Whether its rope turns by three positions."""
     required: tuple[str, ...] = ()
     """Keys that its config.json must have, besides the sizes."""
     biases: tuple[str, ...] = ()
@@ -89,7 +91,7 @@ def read(config: Mapping[str, Any], family: Family, kind: type[Kind]) -> Kind:
         ),
         mlp=Mlp(width=whole(config, "intermediate_size"), activation=activation(config)),
         norm=Norm(eps=number(config, "rms_norm_eps", above=0.0)),
-        rope=_whole_head(read_rope(config, max_length), family),
+        rope=_whole_head(read_rope(config, max_length, sections=family.sections), family),
         max_length=max_length,
         tied=flag(config, "tie_word_embeddings", False),
         init_std=number(config, "initializer_range", 0.02, above=0.0),
@@ -127,7 +129,12 @@ def write(cfg: DecoderConfig, family: Family) -> dict[str, Any]:
         "pad_token_id": None,
     }
     windows = _window_fields(attention, cfg.layers) if family.windows else {}
-    return config | dict.fromkeys(family.biases, False) | windows | write_rope(cfg.rope, cfg.max_length)
+    return (
+        config
+        | dict.fromkeys(family.biases, False)
+        | windows
+        | write_rope(cfg.rope, cfg.max_length, sections=family.sections)
+    )
 
 
 def check_extras(cfg: DecoderConfig, *, experts: bool, mtp: bool, name: str) -> None:

@@ -59,12 +59,17 @@ def from_hf(config: Mapping[str, Any]) -> Qwen2Moe | Qwen3Moe:
         shared = whole(config, "shared_expert_intermediate_size")
         return attrs.evolve(base, experts=_read_experts(config, base.layers, shared))
     if kind == QWEN3_MOE.model_type:
-        # transformers ignores the window unless it is switched on.
-        switched = flag(config, "use_sliding_window", False)
-        window = config.get("sliding_window") if switched else None
-        other = dense.read({**config, "sliding_window": window}, QWEN3_MOE, Qwen3Moe)
-        return attrs.evolve(other, experts=_read_experts(config, other.layers, 0))
+        return read_qwen3_moe(config, QWEN3_MOE)
     raise ValueError(f"model_type = {kind!r} is not {QWEN2_MOE.model_type} or {QWEN3_MOE.model_type}; correct it")
+
+
+def read_qwen3_moe(config: Mapping[str, Any], family: dense.Family) -> Qwen3Moe:
+    """Returns the Qwen3 with experts that a config.json states, of a family that is one; raises as `from_hf` does."""
+    # transformers ignores the window unless it is switched on.
+    switched = flag(config, "use_sliding_window", False)
+    window = config.get("sliding_window") if switched else None
+    other = dense.read({**config, "sliding_window": window}, family, Qwen3Moe)
+    return attrs.evolve(other, experts=_read_experts(config, other.layers, 0))
 
 
 def _read_experts(config: Mapping[str, Any], layers: int, shared: int) -> Experts:
@@ -87,13 +92,14 @@ def _read_experts(config: Mapping[str, Any], layers: int, shared: int) -> Expert
     )
 
 
-def _write(cfg: DecoderConfig, family: dense.Family) -> dict[str, Any]:
+def write(cfg: DecoderConfig, family: dense.Family) -> dict[str, Any]:
+    """Returns the config.json of a Qwen with experts; raises ValueError where the family's cannot state it."""
     fields, e = dense.write(cfg, family), cfg.experts
     assert e is not None
     dense.check_routing(
         e, family.model_type, score="softmax", scale=1.0, groups=1, bias=False, shared_gate=family is QWEN2_MOE
     )
-    if family is QWEN3_MOE:
+    if family is not QWEN2_MOE:
         dense.check_routing(e, family.model_type, shared=0)
     more = {"shared_expert_intermediate_size": e.shared, "qkv_bias": True} if family is QWEN2_MOE else {}
     return (
@@ -114,12 +120,12 @@ def _write(cfg: DecoderConfig, family: dense.Family) -> dict[str, Any]:
 
 @spec.hf_config.register
 def _(cfg: Qwen2Moe) -> dict[str, Any]:
-    return _write(cfg, QWEN2_MOE)
+    return write(cfg, QWEN2_MOE)
 
 
 @spec.hf_config.register
 def _(cfg: Qwen3Moe) -> dict[str, Any]:
-    return _write(cfg, QWEN3_MOE)
+    return write(cfg, QWEN3_MOE)
 
 
 @spec.weight_map.register

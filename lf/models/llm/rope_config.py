@@ -31,14 +31,19 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 """Keys of each known rope type, besides those of every type."""
-SHARED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+SHARED = (
+    *("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("mrope_section", "mrope_interleaved"),
+)
 """Keys that may stand in either table or beside them."""
 
 
-def read_rope(config: Mapping[str, Any], max_length: int) -> Rope:
+def read_rope(config: Mapping[str, Any], max_length: int, *, sections: bool = False) -> Rope:
     """Returns the rotary embedding that a config.json states in the old dialect, the new one, or both.
 
-    Raises ValueError where they disagree, where the rope type is unknown and where a key is not one of its type.
+    `sections` says whether it turns by three positions, as the decoders of some vision-language models do. Raises
+    ValueError where it does otherwise, where dialects disagree, where the rope type is unknown and where a key is not
+    one of its type.
     """
     tables: dict[str, Mapping[str, Any]] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -55,15 +60,39 @@ def read_rope(config: Mapping[str, Any], max_length: int) -> Rope:
             f"rope_scaling = {dict(tables['rope_scaling'])} and rope_parameters = {dict(tables['rope_parameters'])} "
             "disagree; they are the old and the new way to say the same thing: keep the right one and delete the other"
         )
+    stated_sections = read_sections(shared, sections)
     return Rope(
+        sections=stated_sections,
+        interleaved=flag(shared, "mrope_interleaved", False) and bool(stated_sections),
         theta=number(shared, "rope_theta", DEFAULT_THETA, above=1.0),
         fraction=number(shared, "partial_rotary_factor", 1.0, above=0.0, most=1.0),
         scaling=next(iter(scalings.values()), NoScaling()),
     )
 
 
-def write_rope(rope: Rope, max_length: int) -> dict[str, Any]:
-    """Returns `rope_parameters` (new dialect), `rope_theta` and `rope_scaling` (old dialect) of a rotary embedding."""
+def read_sections(shared: Mapping[str, Any], wanted: bool) -> tuple[int, ...]:
+    """Returns the sections of a rope that turns by three positions, () of one that does not; `wanted` says which."""
+    stated = shared.get("mrope_section")
+    if (stated is not None) != wanted:
+        raise ValueError(
+            f"mrope_section = {stated!r}, but the decoder of this model_type turns by "
+            f"{'three positions: add it' if wanted else 'one position: delete it, or correct the model_type'}"
+        )
+    if stated is not None and (not isinstance(stated, list) or any(type(part) is not int for part in stated)):
+        raise ValueError(f"mrope_section = {stated!r} must be a list of three whole numbers; correct it")
+    return tuple(stated or ())
+
+
+def write_rope(rope: Rope, max_length: int, *, sections: bool = False) -> dict[str, Any]:
+    """Returns `rope_parameters` (new dialect), `rope_theta` and `rope_scaling` (old dialect) of a rotary embedding.
+
+    Raises ValueError unless it turns by three positions where `sections` says so, and by one elsewhere.
+    """
+    if bool(rope.sections) != sections:
+        raise ValueError(
+            f"rope.sections = {rope.sections}, but this family's decoders turn by {'three' if sections else 'one'} "
+            "positions; set it so, or take a family that fits"
+        )
     if isinstance(rope.scaling, DynamicScaling) and rope.scaling.original != max_length:
         raise ValueError(
             f"rope.scaling.original = {rope.scaling.original} must equal max_length = {max_length}: with dynamic "
@@ -72,6 +101,10 @@ def write_rope(rope: Rope, max_length: int) -> dict[str, Any]:
     scaling = scaling_fields(rope.scaling)
     if rope.fraction != 1.0:
         scaling["partial_rotary_factor"] = rope.fraction
+    if sections:
+        scaling["mrope_section"] = list(rope.sections)
+    if rope.interleaved:
+        scaling["mrope_interleaved"] = True
     return {
         "rope_parameters": {"rope_theta": rope.theta, **scaling},
         "rope_theta": rope.theta,
@@ -175,6 +208,8 @@ def _read_scaling(name: str, table: Mapping[str, Any], max_length: int) -> RopeS
 
 def _rope_type(name: str, table: Mapping[str, Any]) -> str:
     kinds = {key: table[key] for key in ("rope_type", "type") if table.get(key) is not None}
+    # Older files of vision-language models name the sections as a type of its own.
+    kinds = {key: "default" if value == "mrope" else value for key, value in kinds.items()}
     kind = next(iter(kinds.values()), "default")
     if any(other != kind for other in kinds.values()):
         raise ValueError(f"{name}.rope_type = {kind!r} and {name}.type = {kinds['type']!r} disagree; delete one")

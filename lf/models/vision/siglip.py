@@ -3,16 +3,30 @@
 Shapes: B images, I pixels of a side, Q patches of a side, S = Q * Q patches, W width, N heads.
 """
 
+from collections.abc import Sequence
+
 import attrs
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lf.models.media import Grid
 from lf.models.ranges import above, least
+from lf.models.vision.tower import (
+    Tower,
+    TowerModule,
+    VisionConfig,
+    build_tower,
+    patch_rows,
+    tower_flops,
+    tower_of,
+    tower_rules,
+    unused,
+)
 from lf.models.weights import Rule, Same, Stack
 
 
 @attrs.frozen(kw_only=True)
-class Siglip:
+class Siglip(VisionConfig):
     """Sizes of a SigLIP vision tower; the defaults are those of So400m/14 at 224 pixels."""
 
     width: int = attrs.field(default=1152, validator=least(1))
@@ -26,14 +40,14 @@ class Siglip:
     image: int = attrs.field(default=224, validator=least(1))
     """Pixels of a side of an image."""
     patch: int = attrs.field(default=14, validator=least(1))
-    """Pixels of a side of a patch; divides `image`."""
+    """Pixels of a side of a patch; what is left of `image` beyond whole patches is not seen."""
     eps: float = attrs.field(default=1e-6, validator=above(0.0))
     """Added to the variance in the norms."""
 
     def __attrs_post_init__(self) -> None:
-        if self.image % self.patch or self.width % self.heads:
+        if self.image < self.patch or self.width % self.heads:
             raise ValueError(
-                f"image = {self.image} must be a multiple of patch = {self.patch}, and width = {self.width} of "
+                f"image = {self.image} must be at least patch = {self.patch}, and width = {self.width} a multiple of "
                 f"heads = {self.heads}; change them"
             )
 
@@ -47,6 +61,7 @@ def patches(images_B3II: Tensor, size: int) -> Tensor:
     """Returns each patch as a row [B, S, 3 * size * size], in the order of a convolution's weight."""
     rows, channels, pixels, _ = images_B3II.shape
     side = pixels // size
+    images_B3II = images_B3II[..., : side * size, : side * size]
     split = images_B3II.reshape(rows, channels, side, size, side, size).permute(0, 2, 4, 1, 3, 5)
     return split.reshape(rows, side * side, channels * size * size)
 
@@ -59,11 +74,9 @@ class PatchEmbedding(nn.Module):
         self.patch = nn.Conv2d(3, cfg.width, cfg.patch, cfg.patch)
         self.position = nn.Embedding(cfg.tokens, cfg.width)
 
-    def forward(self, images_B3II: Tensor) -> Tensor:
+    def forward(self, patches_BSF: Tensor) -> Tensor:
         """Returns [B, S, W]."""
-        conv = self.patch
-        rows = patches(images_B3II.to(conv.weight.dtype), conv.kernel_size[0])
-        return F.linear(rows, conv.weight.flatten(1), conv.bias) + self.position.weight
+        return patch_rows(self.patch, patches_BSF) + self.position.weight
 
 
 class SiglipLayer(nn.Module):
@@ -87,21 +100,61 @@ class SiglipLayer(nn.Module):
         return x_BSW + self.fc2(F.gelu(self.fc1(self.norm2(x_BSW)), approximate="tanh"))
 
 
-class SiglipTower(nn.Module):
-    """Patches, layers and the last norm."""
-
+class _Parts(TowerModule):
     def __init__(self, cfg: Siglip) -> None:
         super().__init__()
+        self.tokens = cfg.tokens
         self.embed = PatchEmbedding(cfg)
         self.layers = nn.ModuleList(SiglipLayer(cfg) for _ in range(cfg.depth))
         self.norm = nn.LayerNorm(cfg.width, cfg.eps)
 
-    def forward(self, images_B3II: Tensor) -> Tensor:
+
+class SiglipTower(_Parts):
+    """Patches, layers and the last norm."""
+
+    def forward(self, images_B3II: Tensor) -> Tensor:  # type: ignore[override]
         """Returns [B, S, W] of images with values from -1 to 1."""
-        x_BSW = self.embed(images_B3II).to(self.norm.weight.dtype)
+        x_BSW = self.embed(patches(images_B3II, self.embed.patch.kernel_size[0])).to(self.norm.weight.dtype)
         for layer in self.layers:
             x_BSW = layer(x_BSW)
-        return self.norm(x_BSW)
+        out: Tensor = self.norm(x_BSW)
+        return out
+
+
+class SiglipFeatures(_Parts):
+    """The tower of vision-language models, which takes what the last layer gives, before the norm."""
+
+    def forward(self, patches_NF: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns the features [N, W] of all patches."""
+        x_BSW = self.embed(patches_NF.unflatten(0, (-1, self.tokens)))
+        for layer in self.layers:
+            x_BSW = self.run(layer, x_BSW)
+        return x_BSW.flatten(0, 1), ()
+
+
+@tower_of.register
+def _(cfg: Siglip) -> Tower:
+    return Tower(width=cfg.width, numbers=3 * cfg.patch**2, side=cfg.image // cfg.patch)
+
+
+@build_tower.register
+def _(cfg: Siglip) -> TowerModule:
+    return SiglipFeatures(cfg)
+
+
+@unused.register
+def _(cfg: Siglip) -> tuple[str, ...]:
+    return ("norm.weight", "norm.bias")
+
+
+@tower_rules.register
+def _(cfg: Siglip, lf: str, hf: str) -> list[Rule]:
+    return siglip_rules(cfg, lf, hf)
+
+
+@tower_flops.register
+def _(cfg: Siglip, grid: Grid) -> float:
+    return grid[0] * siglip_flops(cfg)
 
 
 def siglip_rules(cfg: Siglip, lf: str, hf: str) -> list[Rule]:

@@ -1,0 +1,42 @@
+"""Images and videos of a row: what is known of them before a model has seen them, and what a model makes of them."""
+
+import functools
+from typing import Literal
+
+import attrs
+
+from lf.models.spec import ModelConfig, no_rule
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of a picture, in patches."""
+
+
+@attrs.frozen(kw_only=True)
+class Media:
+    """An image or a video of a row."""
+
+    grids: tuple[Grid, ...]
+    """Its pictures: one, or one for each tile, or for each frame where a tower takes frames alone."""
+    kind: Literal["image", "video"] = "image"
+    """Which of the two."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width in pixels before it was cut into tiles, for models that ask."""
+    seconds: float = 1.0
+    """Seconds from one frame of a video's grid to the next."""
+
+    @property
+    def patches(self) -> int:
+        """Patches of all its pictures."""
+        return sum(t * h * w for t, h, w in self.grids)
+
+
+@functools.singledispatch
+def media_tokens(cfg: ModelConfig, media: Media) -> int:
+    """Returns how many tokens of a row an image or a video takes; raises ValueError where a model cannot take it."""
+    raise no_rule(media_tokens, cfg)
+
+
+@functools.singledispatch
+def media_flops(cfg: ModelConfig, media: Media) -> float:
+    """Returns the floating point operations of forward and backward until an image or a video is tokens."""
+    raise no_rule(media_flops, cfg)

@@ -1,0 +1,78 @@
+"""Vlm to a module: lf's decoder with a tower and a projector before it.
+
+They are whole on every rank that has the embedding: tensor parallel ranks compute the same features, and under sequence
+parallelism each takes those of its own positions, so that their gradients are summed over the ranks.
+
+Shapes: S positions, B rows, H width, N patches, F numbers of a patch, M media tokens, L levels.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lf.models.gpt import Gpt
+from lf.models.layers.media import Features, touched
+from lf.models.media import Media
+from lf.models.spec import Ctx
+from lf.models.vision.projector import ProjectorModule
+from lf.models.vision.tower import build_tower, tower_of, unused
+from lf.models.vlm import Vlm
+
+
+class VlmModel(Gpt):
+    """The decoder of a rank; the first chunk of the first pipeline stage has the tower and the projector too."""
+
+    def __init__(self, cfg: Vlm, ctx: Ctx) -> None:
+        tower = tower_of(cfg.vision)
+        super().__init__(cfg.text, ctx, tower.levels)
+        if ctx.pre:
+            with torch.device("meta"):
+                self.vision = build_tower(cfg.vision).to(ctx.dtype)
+                self.projector = ProjectorModule(cfg.projector, tower, cfg.text.hidden).to(ctx.dtype)
+            if not ctx.meta:
+                # torch's own first values of billions of parameters would be drawn for nothing.
+                self.vision.to_empty(device=ctx.device.torch_type)
+                self.projector.to_empty(device=ctx.device.torch_type)
+            self.vision.again = dict(ctx.options).get("recompute_granularity") == "full"
+            for name in unused(cfg.vision):
+                self.vision.get_parameter(name).requires_grad_(False)
+            for param in self.encoder_parameters():
+                param.sequence_parallel = ctx.layout.sp  # type: ignore[attr-defined]
+
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of the tower and the projector."""
+        return [*self.vision.parameters(), *self.projector.parameters()]
+
+    def encode(self, patches_NF: Tensor, media: Sequence[Media]) -> tuple[Tensor, Tensor | None]:
+        """Returns the features of media [M, H], and those of the tower's levels [L, M, H] or None."""
+        states, levels = self.vision(patches_NF, [grid for item in media for grid in item.grids])
+        return self.projector.project(states, levels, media)
+
+    def forward(
+        self, *args: Any, pictures: Mapping[str, Any] | None = None, features: Features | None = None, **kwargs: Any
+    ) -> Any:
+        """Returns what `Gpt.forward` does; `pictures` are encoded here, `features` were elsewhere.
+
+        `pictures` has the `patches`, `media`, `slots` and `taken` of a rank's micro-batch.
+        """
+        if features is None and pictures is not None and self.pre_process and len(pictures["slots"]):
+            rows, levels = self.encode(pictures["patches"], pictures["media"])
+            taken = pictures["taken"]
+            features = Features(
+                slots=pictures["slots"],
+                rows=rows[taken],
+                levels=None if levels is None else levels[:, taken],
+            )
+        return super().forward(*args, **kwargs, features=features)  # type: ignore[misc]
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor, features: Features | None) -> Tensor:
+        states = super()._embedded(input_ids, position_ids, features)
+        return states if features else touched(states, self.encoder_parameters())
+
+
+def build_vlm(cfg: Vlm, ctx: Ctx) -> nn.Module:
+    """Returns the model of this rank, its weights not yet set."""
+    with torch.device("meta" if ctx.meta else ctx.device.torch_type):
+        return VlmModel(cfg, ctx)
