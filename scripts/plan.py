@@ -1,6 +1,7 @@
 """Says what a config needs on N ranks before any of them is there. `python scripts/plan.py --help` lists the flags."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,33 @@ class Flags:
     """What ranks compute and send."""
 
 
+MOST_RANKS, MOST_TOKENS = 2**24, 2**40
+"""Ranks, and tokens of a row, beyond which a number is a slip."""
+
+
+def check(flags: Flags) -> None:
+    """Raises ValueError, with the cure, for a number that nothing can be planned with."""
+    for name, value in attrs.asdict(flags.devices).items():
+        free = name == "latency"
+        if not (value >= 0 if free else value > 0) or value == math.inf:
+            raise ValueError(
+                f"--devices.{name} = {value} must be {'0 or more' if free else 'above 0'} and finite; give what the "
+                "devices have, or leave it out"
+            )
+    if not 1 <= flags.world <= MOST_RANKS:
+        raise ValueError(f"--world = {flags.world} must be 1 to {MOST_RANKS}; give the number of ranks")
+    if not 0 <= flags.memory < math.inf:
+        raise ValueError(
+            f"--memory = {flags.memory} must be 0 or more and finite; give the GiB of a rank, or 0 to leave the "
+            "question out"
+        )
+    if not 0 <= flags.length <= MOST_TOKENS:
+        raise ValueError(
+            f"--length = {flags.length} must be 0 to {MOST_TOKENS}; give the tokens of a row, or 0 to take them from "
+            "the config's data"
+        )
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 bad usage or config."""
     helps = [arg for arg in argv if arg in ("-h", "--help")]
@@ -45,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     own = [arg for arg in argv if arg not in helps]
     flags, rest = tyro.cli(Flags, args=own, prog="plan.py", return_unknown_args=True, add_help=False)
     try:
+        check(flags)
         _, _, run = parse(["--cfg", flags.cfg, *rest, *helps], prog="plan.py")
         job, memory = job_of(run, flags.world, length=flags.length, cpu=flags.cpu), flags.memory * GIB
         made, fastest = plan(job), search(job, flags.devices, memory) if flags.search else ()

@@ -1,3 +1,5 @@
+"""Checkpoints read back at any layout, what they refuse, and which of them is the newest."""
+
 import fcntl
 import json
 import math

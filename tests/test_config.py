@@ -1,3 +1,5 @@
+"""Config files: loading, flags, differences, types, JSON and the command line of a launch."""
+
 import ast
 import collections.abc
 import enum

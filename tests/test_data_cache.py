@@ -1,3 +1,5 @@
+"""What is built once is built by one process, whole or not at all, and again where it is broken."""
+
 import json
 import os
 import signal

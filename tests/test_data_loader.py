@@ -1,3 +1,5 @@
+"""The rows of a step are the same on any number of ranks, after a resume and through the prefetch."""
+
 import itertools
 import threading
 import time

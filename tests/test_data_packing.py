@@ -1,3 +1,5 @@
+"""Packed rows hold every token once, keep documents apart, and have labels that are true."""
+
 import itertools
 
 import numpy as np

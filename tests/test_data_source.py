@@ -1,3 +1,5 @@
+"""Sources of one's own, and mixtures in order and proportion."""
+
 from collections import Counter
 from pathlib import Path
 from typing import Any

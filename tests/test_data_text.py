@@ -1,3 +1,5 @@
+"""Text files of every kind, the split into training and held-out text, and the cache of token ids."""
+
 import codecs
 import gzip
 import json

@@ -1,3 +1,5 @@
+"""Tokenizers that are trained, and those that are read from a folder."""
+
 import json
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""Which device a machine is, what it can do, and how other packages add theirs."""
+
 import importlib
 import os
 import subprocess

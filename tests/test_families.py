@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from lf.config import load_function
 from lf.models import hf, spec, weights
-from lf.models.decoder import Attention, DecoderConfig, Mlp, Norm
+from lf.models.decoder import Attention, DecoderConfig, Experts, Mla, Mlp, Norm
 from lf.models.decoder_facts import parameters
 from lf.models.layers.rope import (
     DynamicScaling,
@@ -25,7 +26,7 @@ from lf.models.layers.rope import (
     RopeScaling,
     YarnScaling,
 )
-from lf.models.llm import llama, qwen
+from lf.models.llm import deepseek, llama, qwen
 from lf.models.toy import Toy
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
@@ -253,6 +254,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "head width": ("llama", {"head_dim": None, "num_attention_heads": 5}, r"hidden_size = 48 must be a multiple of"),
     "groups": ("llama", {"num_key_value_heads": 4}, r"heads = 6 must be a multiple of attention.kv_heads = 4"),
+    "negative dropout": (
+        "llama",
+        {"attention_dropout": -0.5},
+        r"attention_dropout = -0.5 must be a number at least 0 and at most 1; correct it",
+    ),
+    "rotated more than the head": (
+        "minimax_m2",
+        {"rotary_dim": 32, "rope_parameters": None},
+        r"partial_rotary_factor = 2.0 must be a number greater than 0 and at most 1",
+    ),
+    "negative coefficient": (
+        "qwen3_moe",
+        {"router_aux_loss_coef": -1},
+        r"router_aux_loss_coef = -1 must be a number at least 0; correct it",
+    ),
+    "too many layers": ("llama", {"num_hidden_layers": 10001}, r"Llama.layers = 10001 must be from 1 to 10000"),
     "text for a number": ("llama", {"hidden_size": "48"}, r"hidden_size = '48' must be a whole number, at least 1"),
     "fraction for a whole": ("llama", {"num_hidden_layers": 2.5}, r"num_hidden_layers = 2.5 must be a whole number"),
     "flag for a number": ("llama", {"vocab_size": True}, r"vocab_size = True must be a whole number"),
@@ -451,6 +468,46 @@ def test_canonical_names_are_those_of_the_decoder() -> None:
     assert tied.by_hf["lm_head.weight"] == weights.Duplicate("lm_head.weight", "model.embed_tokens.weight")
 
 
+NUMBERS: list[tuple[type, dict[str, Any], str]] = [
+    (
+        Attention,
+        {"heads": 4, "kv_heads": 2, "head_dim": 16, "dropout": -0.5},
+        "Attention.dropout = -0.5 must be from",
+    ),
+    (Mla, {"heads": 0, "kv_rank": 8, "nope_dim": 8, "rope_dim": 8, "v_dim": 8}, "Mla.heads = 0 must be at least 1"),
+    (Mla, {"heads": 2, "kv_rank": 8, "nope_dim": 8, "rope_dim": 7, "v_dim": 8}, "Mla.rope_dim = 7 must be even"),
+    (Norm, {"eps": float("nan")}, "Norm.eps = nan must be greater than 0; correct it"),
+    (Rope, {"fraction": 1.5}, "Rope.fraction = 1.5 must be greater than 0 and at most 1; correct it"),
+    (
+        Experts,
+        {"count": 8, "top_k": 2, "width": 8, "z_coef": -1.0},
+        "Experts.z_coef = -1.0 must be at least 0;",
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "fields", "said"), NUMBERS)
+def test_a_number_out_of_range_is_named_with_its_field_and_rule(part: type, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        part(**fields)
+
+
+def test_layers_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"attention.window_layers has 2, and must lie in 0 .. 1, since layers = 2;"):
+        other(qwen.qwen3_tiny, window=4, window_layers=(0, 2))
+    for name, layers, told in (("qwen3_moe", (7,), "7"), ("qwen3_moe", (0, -1), "-1")):
+        cfg = hf.read_config(GOLDEN / name, None)
+        assert isinstance(cfg, DecoderConfig)
+        assert cfg.experts is not None
+        with pytest.raises(ValueError, match=rf"experts.dense has {told}, and must lie in 0 .. 1, since layers = 2;"):
+            attrs.evolve(cfg, experts=attrs.evolve(cfg.experts, dense=layers))
+    headed = deepseek.deepseek_v3_tiny
+    assert headed.experts is not None
+    attrs.evolve(headed, experts=attrs.evolve(headed.experts, dense=(headed.layers,)))
+    with pytest.raises(ValueError, match=r"experts.dense has 10, 11, 12, 13, 14 and 15 more, .* and mtp.depth = 1;"):
+        attrs.evolve(headed, experts=attrs.evolve(headed.experts, dense=tuple(range(10, 30))))
+
+
 def other(cfg: DecoderConfig, **change: Any) -> DecoderConfig:
     return attrs.evolve(cfg, attention=attrs.evolve(cfg.attention, **change))
 
@@ -465,7 +522,6 @@ def other(cfg: DecoderConfig, **change: Any) -> DecoderConfig:
         (other(qwen.qwen2_tiny, qkv_bias=False), r"attention.qkv_bias = False, but every qwen2"),
         (other(qwen.qwen3_tiny, qk_norm=False), r"attention.qk_norm = False, but every qwen3"),
         (other(llama.llama_tiny, window=4, window_layers=(0,)), r"attention.window = 4, but llama models have no"),
-        (other(qwen.qwen3_tiny, window=4, window_layers=(2,)), r"window_layers = \(2,\) must lie in 0 .. 1"),
         (other(llama.llama_tiny, heads=10, head_dim=8), r"hidden = 48 must be a multiple of attention.heads = 10"),
         (attrs.evolve(qwen.qwen3_tiny, rope=Rope(fraction=0.5)), r"part of 0.5"),
         (

@@ -1,6 +1,7 @@
 """Continuing a text: as transformers does greedily, equal with and without the cache, and drawn as it should be."""
 
 import contextlib
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lf
@@ -24,6 +26,7 @@ from lf.models.generate import Sampling, allowance, choose, distribution, genera
 from lf.models.layers.rope import DynamicScaling, Rope, YarnScaling
 from lf.models.spec import Batch, build_model, forward
 from lf.models.toy import Toy
+from lf.train.checkpoint import CheckpointError
 from lf.train.convert import import_folder
 from lf.train.start import load_model, open_start
 from lf.train.start import local_context as context
@@ -300,6 +303,20 @@ def test_the_script_takes_a_converted_folder(
     assert "if(x):" + done.stdout == expected + "\n"
     assert refused(capsys, tmp_path / "lf", "--prompt", "x" * 256).startswith("error: the prompt has 256 tokens")
     assert refused(capsys, tmp_path, "--prompt", "x").startswith(f"error: {tmp_path / 'config.json'} is missing")
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(one_process: None, tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "llama", tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    told = f"{folder}: model.layers.1.self_attn.k_proj.weight has values that are not finite; the file is damaged"
+    start = open_start(str(folder), None)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        load_model(start, context(start.model, cpu))
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        import_folder(folder, tmp_path / "lf")
+    assert not (tmp_path / "lf").exists()
 
 
 def test_the_script_takes_a_run_folder(workers: Workers, tmp_path: Path) -> None:

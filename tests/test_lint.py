@@ -1,3 +1,5 @@
+"""The tree passes ruff and mypy."""
+
 import subprocess
 import sys
 from pathlib import Path

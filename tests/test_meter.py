@@ -1,3 +1,5 @@
+"""The log line, metrics.jsonl, the other reports and the profiler's window."""
+
 import io
 import json
 import re

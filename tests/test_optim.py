@@ -1,3 +1,5 @@
+"""Optimisers and their states, which tensors decay or are frozen, and the schedules."""
+
 import itertools
 from collections.abc import Callable
 

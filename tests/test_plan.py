@@ -24,7 +24,7 @@ from lf.parallel.config import MegatronParallel, resolve
 from lf.parallel.groups import place
 from lf.plan.estimate import Job, Traffic, layout_of, load_of, plan, stage_memory, worst
 from lf.plan.near import changes, nearest, peak
-from lf.plan.pipeline import idle, in_flight, makespan, order
+from lf.plan.pipeline import idle, makespan, most_held, order
 from lf.plan.speed import Devices, search, step_seconds
 from lf.plan.text import as_json, render
 from lf.train.planning import job_of, state_bytes
@@ -131,8 +131,8 @@ def test_a_slow_stage_makes_the_others_wait() -> None:
 
 
 def test_stages_hold_as_many_micro_batches_as_follow() -> None:
-    assert [max(map(sum, in_flight(stage, 4, 1, 64))) for stage in range(4)] == [4, 3, 2, 1]
-    assert [max(map(sum, in_flight(stage, 4, 1, 2))) for stage in range(4)] == [2, 2, 2, 1]
+    assert [most_held(stage, 4, 64, (1,)) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert [most_held(stage, 4, 2, (1,)) for stage in range(4)] == [(2,), (2,), (2,), (1,)]
 
 
 @given(
@@ -177,6 +177,31 @@ def test_thousands_of_ranks_are_planned_in_seconds() -> None:
     assert "4096 ranks: tp 8 with sp, cp 1, dp 32, pp 16" in text
     assert "does not fit in 80 GiB: stages 0, 1, 2, 3, 4" in text
     assert "would fit: --parallel.cp 2" in text
+
+
+def test_many_chunks_are_planned_in_a_time_that_grows_with_them() -> None:
+    cfg = attrs.evolve(DENSE, layers=1200)
+    started = time.process_time()
+    made = plan(attrs.evolve(SMALL, model=cfg, parallel=P(pp=2, vpp=600), world=2, batch=4))
+    assert time.process_time() - started < 4.0
+    assert [stage.in_flight for stage in made.stages] == [1201, 1199]
+    assert "layer 0 | layer 2 | layer 4 |" in render(made)
+    assert "layer 14 | 592 more chunks\n" in render(made)
+    with pytest.raises(ValueError, match=r"parallel.pp = 2000 .* and 8000 micro-batches .* replays at most 10,000,000"):
+        plan(attrs.evolve(SMALL, model=attrs.evolve(DENSE, layers=2000), parallel=P(pp=2000), world=2000, batch=8000))
+
+
+@given(pipelines, st.lists(st.integers(0, 9), min_size=3, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_what_a_stage_holds_at_most_is_found_in_its_order(shape: tuple[int, int, int], sizes: list[int]) -> None:
+    pp, vpp, micro = shape
+    for stage in range(pp):
+        held, most = [0] * vpp, 0
+        for forward, chunk, _ in order(stage, pp, vpp, micro):
+            held[chunk] += 1 if forward else -1
+            most = max(most, sum(n * size for n, size in zip(held, sizes, strict=False)))
+        found = most_held(stage, pp, micro, sizes[:vpp])
+        assert sum(n * size for n, size in zip(found, sizes, strict=False)) == most
 
 
 degrees = st.sampled_from([1, 2, 4])
@@ -323,3 +348,31 @@ def test_the_script_plans_the_config_with_its_flags(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit):
         script("--help")
     assert "--memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--world 0", "--world = 0 must be 1 to 16777216; give the number of ranks"),
+        ("--world -4", "--world = -4 must be 1 to 16777216"),
+        (
+            "--world 2 --search --devices.tflops 0",
+            "--devices.tflops = 0.0 must be above 0 and finite; give",
+        ),
+        ("--world 2 --search --devices.tflops nan", "--devices.tflops = nan must be above 0 and finite"),
+        ("--world 2 --devices.latency -1", "--devices.latency = -1.0 must be 0 or more and finite"),
+        ("--world 2 --devices.node 0", "--devices.node = 0 must be above 0 and finite"),
+        ("--world 2 --memory nan", "--memory = nan must be 0 or more and finite; give the GiB of a rank"),
+        ("--world 2 --memory -1", "--memory = -1.0 must be 0 or more and finite"),
+        ("--world 2 --memory inf", "--memory = inf must be 0 or more and finite"),
+        ("--world 2 --length -5", "--length = -5 must be 0 to 1099511627776; give the tokens of a row"),
+    ],
+)
+def test_the_script_refuses_numbers_that_plan_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    (tmp_path / "c.py").write_text(CONFIG)
+    assert script("--cfg", str(tmp_path / "c.py"), *flags.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {said}")
+    assert printed.out == ""

@@ -1,3 +1,5 @@
+"""Orders of rows are permutations that never change, and mixtures keep their proportions."""
+
 from collections import Counter
 from math import ceil, log2
 

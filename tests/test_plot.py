@@ -1,3 +1,5 @@
+"""Curves of runs as pictures, and what cannot be drawn."""
+
 import json
 import math
 import os

@@ -1,3 +1,5 @@
+"""Pieces of tensors as boxes, how they tile, and the shards that they are written to."""
+
 import itertools
 import math
 from pathlib import Path

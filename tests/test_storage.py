@@ -1,3 +1,5 @@
+"""Locks on files, and waiting until files are on the disk."""
+
 import errno
 import fcntl
 import os

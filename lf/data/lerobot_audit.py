@@ -102,9 +102,9 @@ def _check_meta(meta: Meta) -> Iterator[Finding]:
     numbers = list(meta.episodes)
     if numbers != list(range(len(numbers))):
         missing = sorted(set(range(max(numbers, default=0))) - set(numbers))
-        yield Finding(
-            level="wrong", message=f"episodes are not numbered from 0 on: {missing[:5]} are missing", file="meta"
-        )
+        told = f"episodes are not numbered from 0 on: {missing[:5]} are missing"
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        yield Finding(level="wrong", message=told + more, file="meta")
     for before, after in itertools.pairwise(meta.episodes.values()):
         due = before.first + before.length
         if after.first != due:

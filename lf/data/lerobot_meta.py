@@ -363,7 +363,10 @@ def recorded_stats(meta: Meta, episodes: Sequence[int] | None = None) -> Recorde
     every = episode_stats(meta)
     missing = [index for index in (meta.episodes if episodes is None else episodes) if index not in every]
     if missing:
-        raise ValueError(f"{meta.root / 'meta' / 'episodes_stats.jsonl'} has no statistics of episodes {missing[:5]}")
+        raise ValueError(
+            f"{meta.root / 'meta' / 'episodes_stats.jsonl'} has no statistics of {len(missing)} episodes, such as "
+            f"{missing[:5]}"
+        )
     return merge_recorded([every[index] for index in (meta.episodes if episodes is None else episodes)])
 
 

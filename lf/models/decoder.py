@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 import torch
-from attrs.validators import and_, ge, gt, le
 from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.decoder_facts import coefficients, decoder_flops, mtp_depth, mtp_term
 from lf.models.decoder_layout import check_decoder_layout, decoder_slice
+from lf.models.hf_folder import few
 from lf.models.layers.rope import Rope
 from lf.models.parts import Attention as Attention
 from lf.models.parts import AttentionConfig as AttentionConfig
@@ -24,17 +24,18 @@ from lf.models.parts import Mlp as Mlp
 from lf.models.parts import MlpConfig as MlpConfig
 from lf.models.parts import Mtp as Mtp
 from lf.models.parts import Norm as Norm
+from lf.models.ranges import above, least, within
 
 
 @attrs.frozen(kw_only=True)
 class DecoderConfig(spec.ModelConfig):
     """A decoder-only language model; families are subclasses."""
 
-    vocab: int = attrs.field(validator=ge(2))
+    vocab: int = attrs.field(validator=least(2))
     """Token ids; the head has this many outputs, whatever the padding."""
-    hidden: int = attrs.field(validator=ge(1))
+    hidden: int = attrs.field(validator=least(1))
     """Width of the residual stream."""
-    layers: int = attrs.field(validator=and_(ge(1), le(10_000)))
+    layers: int = attrs.field(validator=within(1, 10_000))
     """Decoder layers."""
     attention: AttentionConfig
     """Attention of every layer."""
@@ -48,14 +49,28 @@ class DecoderConfig(spec.ModelConfig):
     """Norms of the layers and of the end."""
     rope: Rope = Rope()
     """Rotary position embedding."""
-    max_length: int = attrs.field(default=4096, validator=ge(1))
+    max_length: int = attrs.field(default=4096, validator=least(1))
     """Longest sequence that the model is meant for, in tokens."""
     tied: bool = False
     """Whether the head is the embedding."""
-    vocab_multiple: int = attrs.field(default=1, validator=ge(1))
+    vocab_multiple: int = attrs.field(default=1, validator=least(1))
     """The embedding is padded to a multiple of this many rows; padded rows never enter the loss."""
-    init_std: float = attrs.field(default=0.02, validator=gt(0.0))
+    init_std: float = attrs.field(default=0.02, validator=above(0.0))
     """Standard deviation of the initial weights."""
+
+    def __attrs_post_init__(self) -> None:
+        # Further heads are layers after the last; they may be dense, and windows are for the layers alone.
+        named = {"attention.window_layers": (getattr(self.attention, "window_layers", ()), 0)}
+        if self.experts is not None:
+            named["experts.dense"] = (self.experts.dense, mtp_depth(self))
+        for name, (layers, more) in named.items():
+            end = self.layers + more - 1
+            wrong = [layer for layer in layers if not 0 <= layer <= end]
+            if wrong:
+                raise ValueError(
+                    f"{name} has {few(wrong)}, and must lie in 0 .. {end}, since layers = {self.layers}"
+                    f"{f' and mtp.depth = {more}' if more else ''}; correct it"
+                )
 
 
 @spec.build_model.register

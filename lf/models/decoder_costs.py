@@ -1,5 +1,6 @@
 """What each part of a decoder holds, keeps, computes and sends on one rank, from its config alone."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,8 @@ def stage_layers(cfg: "DecoderConfig", layout: Layout) -> tuple[range, ...]:
     """Returns the layers of each model chunk of the pipeline stage `layout.pp_rank`."""
     chunks = layout.pp * layout.vpp
     counts = layout.stages or tuple(cfg.layers // chunks + (i < cfg.layers % chunks) for i in range(chunks))
-    return tuple(range(sum(counts[:at]), sum(counts[: at + 1])) for at in range(layout.pp_rank, chunks, layout.pp))
+    ends = (0, *itertools.accumulate(counts))
+    return tuple(range(ends[at], ends[at + 1]) for at in range(layout.pp_rank, chunks, layout.pp))
 
 
 def vocab_weight(rank: Rank, name: str) -> Weight:
@@ -86,14 +88,14 @@ def table(rank: Rank) -> Block:
 
 def layer_blocks(rank: Rank, layers: Iterable[int], prefix: str = "") -> list[Block]:
     """Returns the attention and the feed-forward part of some layers, alike layers together."""
-    windowed: dict[bool, tuple[int, ...]] = {}
-    sparse: dict[bool, tuple[int, ...]] = {}
-    windows = getattr(rank.cfg.attention, "window_layers", ())
+    windowed: dict[bool, list[int]] = {}
+    sparse: dict[bool, list[int]] = {}
+    windows = frozenset(getattr(rank.cfg.attention, "window_layers", ()))
     for layer in layers:
-        for sorts, key in ((windowed, layer in windows), (sparse, is_sparse(rank.cfg, layer))):
-            sorts[key] = (*sorts.get(key, ()), layer)
-    found = [attention(rank, alike, windowed=key, prefix=prefix) for key, alike in windowed.items()]
-    return [*found, *(feed_forward(rank, alike, sparse=key, prefix=prefix) for key, alike in sparse.items())]
+        windowed.setdefault(layer in windows, []).append(layer)
+        sparse.setdefault(is_sparse(rank.cfg, layer), []).append(layer)
+    found = [attention(rank, tuple(alike), windowed=key, prefix=prefix) for key, alike in windowed.items()]
+    return [*found, *(feed_forward(rank, tuple(alike), sparse=key, prefix=prefix) for key, alike in sparse.items())]
 
 
 def output(rank: Rank) -> Block:

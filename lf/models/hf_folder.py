@@ -341,7 +341,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def few(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Returns the first five names, and how many more there are."""
+def few(names: Sequence[object] | Mapping[str, Any]) -> str:
+    """Returns the first five of some names or numbers, and how many more there are."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(list(names)[:5]) + more
+    return ", ".join(map(str, list(names)[:5])) + more

@@ -20,6 +20,7 @@ from lf.models.hf_folder import (
     DTYPES,
     STEMS,
     HfFolder,
+    few,
     is_file_name,
     is_tensor_file,
     is_weight_file,
@@ -203,7 +204,7 @@ def check_target(path: str | Path, files: Collection[str]) -> None:
     )
     if lost:
         raise ValueError(
-            f"{path} holds {len(lost)} entries that saving there would remove ({', '.join(lost[:5])}): "
+            f"{path} holds {len(lost)} entries that saving there would remove ({few(lost)}): "
             "choose another folder, or move them away"
         )
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import attrs
 import torch
-from attrs.validators import ge, gt, min_len
+from attrs.validators import min_len
 from torch import Tensor, nn
 
 from lf.models.initialise import seed_of
 from lf.models.layers.lora import LoraLinear
+from lf.models.ranges import above, least
 from lf.models.spec import Part
 from lf.models.weights import WeightMap, pieces
 
@@ -28,9 +29,9 @@ A, B = ".lora_a", ".lora_b"
 class Lora:
     """Low-rank adapters of linear layers; all else is frozen, but for the tensors that `full` names."""
 
-    rank: int = attrs.field(default=8, validator=ge(1))
+    rank: int = attrs.field(default=8, validator=least(1))
     """Rank of each adapter: at most the inputs and the outputs of each layer."""
-    alpha: float = attrs.field(default=16.0, validator=gt(0.0))
+    alpha: float = attrs.field(default=16.0, validator=above(0.0))
     """The adapters are multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = attrs.field(validator=min_len(1))
     """Glob patterns over the names of linear layers (the canonical name of the weight without `.weight`); `*` matches

@@ -3,12 +3,17 @@
 from typing import Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import and_
+
+from lf.models.ranges import above, least, within
 
 
 def _even(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
     if value % 2:
-        raise ValueError(f"{attribute.name} = {value} must be even, since dims are rotated in pairs")
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} = {value} must be even, since dims are rotated in pairs; "
+            "correct it"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -20,11 +25,11 @@ class AttentionConfig:
 class Attention(AttentionConfig):
     """Softmax attention with grouped key and value heads (GQA, arXiv:2305.13245)."""
 
-    heads: int = attrs.field(validator=ge(1))
+    heads: int = attrs.field(validator=least(1))
     """Query heads."""
-    kv_heads: int = attrs.field(validator=ge(1))
+    kv_heads: int = attrs.field(validator=least(1))
     """Key and value heads; divides `heads`."""
-    head_dim: int = attrs.field(validator=ge(2))
+    head_dim: int = attrs.field(validator=least(2))
     """Width of a head; need not be hidden / heads."""
     qkv_bias: bool = False
     """Whether query, key and value projections have a bias."""
@@ -32,11 +37,11 @@ class Attention(AttentionConfig):
     """Whether queries and keys are normalised before the rotation."""
     qk_norm_over: Literal["head", "all"] = "head"
     """What `qk_norm` normalises over: each head by itself, or all heads together."""
-    window: int = attrs.field(default=0, validator=ge(0))
+    window: int = attrs.field(default=0, validator=least(0))
     """Keys that a query sees, itself included; 0 sees all before it."""
     window_layers: tuple[int, ...] = ()
     """Layers (from 0) that `window` holds for."""
-    dropout: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    dropout: float = attrs.field(default=0.0, validator=within(0.0, 1.0))
     """Dropout on the attention weights."""
 
     def __attrs_post_init__(self) -> None:
@@ -59,21 +64,21 @@ class Mla(AttentionConfig):
     part of the keys is one for all heads. Tensor parallel ranks each have the down-projections whole.
     """
 
-    heads: int = attrs.field(validator=ge(1))
+    heads: int = attrs.field(validator=least(1))
     """Heads."""
-    q_rank: int = attrs.field(default=0, validator=ge(0))
+    q_rank: int = attrs.field(default=0, validator=least(0))
     """Width of the vector that queries come from; 0 projects the hidden state at once."""
-    kv_rank: int = attrs.field(validator=ge(1))
+    kv_rank: int = attrs.field(validator=least(1))
     """Width of the vector that keys and values come from."""
-    nope_dim: int = attrs.field(validator=ge(1))
+    nope_dim: int = attrs.field(validator=least(1))
     """Width of a head's query and key without position."""
-    rope_dim: int = attrs.field(validator=and_(ge(2), _even))
+    rope_dim: int = attrs.field(validator=and_(least(2), _even))
     """Width of a head's query and key that is rotated."""
-    v_dim: int = attrs.field(validator=ge(1))
+    v_dim: int = attrs.field(validator=least(1))
     """Width of a head's value."""
-    latent_eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    latent_eps: float = attrs.field(default=1e-6, validator=above(0.0))
     """Added to the mean square of the narrow vectors."""
-    dropout: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))
+    dropout: float = attrs.field(default=0.0, validator=within(0.0, 1.0))
     """Dropout on the attention weights."""
 
 
@@ -86,7 +91,7 @@ class MlpConfig:
 class Mlp(MlpConfig):
     """Gated feed-forward layer (SwiGLU and kin, arXiv:2002.05202)."""
 
-    width: int = attrs.field(validator=ge(1))
+    width: int = attrs.field(validator=least(1))
     """Width between the two projections."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Function of the gate."""
@@ -96,7 +101,7 @@ class Mlp(MlpConfig):
 class Norm:
     """RMSNorm (arXiv:1910.07467)."""
 
-    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    eps: float = attrs.field(default=1e-6, validator=above(0.0))
     """Added to the mean square."""
 
 
@@ -114,29 +119,29 @@ class Experts:
     numbers compare on equal micro-batches only.
     """
 
-    count: int = attrs.field(validator=ge(1))
+    count: int = attrs.field(validator=least(1))
     """Experts of a layer."""
-    top_k: int = attrs.field(validator=ge(1))
+    top_k: int = attrs.field(validator=least(1))
     """Experts that a token goes to."""
-    width: int = attrs.field(validator=ge(1))
+    width: int = attrs.field(validator=least(1))
     """Width between the two projections of an expert."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """What makes scores of the router's logits."""
     renormalise: bool = True
     """Whether the scores that a token keeps are divided by their sum."""
-    scale: float = attrs.field(default=1.0, validator=gt(0.0))
+    scale: float = attrs.field(default=1.0, validator=above(0.0))
     """Factor of the routed experts' output."""
-    groups: int = attrs.field(default=1, validator=ge(1))
+    groups: int = attrs.field(default=1, validator=least(1))
     """Groups of experts, of which a token may use `group_top_k`."""
-    group_top_k: int = attrs.field(default=1, validator=ge(1))
+    group_top_k: int = attrs.field(default=1, validator=least(1))
     """Groups that a token may use."""
     group_rank: Literal["max", "top2"] = "top2"
     """What ranks a group: its best score (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
     bias: bool = False
     """Whether a bias is added to the scores when experts are chosen (arXiv:2408.15664)."""
-    bias_rate: float = attrs.field(default=1e-3, validator=ge(0.0))
+    bias_rate: float = attrs.field(default=1e-3, validator=least(0.0))
     """How far a step moves the bias, up for experts with few tokens and down for the others; 0 leaves it."""
-    shared: int = attrs.field(default=0, validator=ge(0))
+    shared: int = attrs.field(default=0, validator=least(0))
     """Width of the expert that every token goes to, 0 for none; several of them are one wide expert."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by a learned sigmoid of the token."""
@@ -144,11 +149,11 @@ class Experts:
     """Layers (from 0) that have the model's `mlp` instead."""
     balance: Literal["none", "sequence", "switch", "global"] = "none"
     """Which loss keeps the loads even."""
-    balance_coef: float = attrs.field(default=1e-3, validator=ge(0.0))
+    balance_coef: float = attrs.field(default=1e-3, validator=least(0.0))
     """Factor of that loss, for each layer."""
-    z_coef: float = attrs.field(default=0.0, validator=ge(0.0))
+    z_coef: float = attrs.field(default=0.0, validator=least(0.0))
     """Factor, for each layer, of the mean squared log-sum-exp of the router's logits (arXiv:2202.08906); 0 for none."""
-    capacity: float = attrs.field(default=0.0, validator=ge(0.0))
+    capacity: float = attrs.field(default=0.0, validator=least(0.0))
     """Most tokens of an expert, as a multiple of an even load; tokens beyond are dropped. 0 drops none."""
     pad: bool = False
     """Whether every expert gets exactly `capacity` tokens, padded where it has fewer."""
@@ -185,7 +190,7 @@ class Mtp:
     Head d joins the state of the head before it with the embedding of the d-th next token, and runs one more layer.
     """
 
-    depth: int = attrs.field(default=1, validator=ge(1))
+    depth: int = attrs.field(default=1, validator=least(1))
     """Heads."""
-    coef: float = attrs.field(default=0.3, validator=ge(0.0))
+    coef: float = attrs.field(default=0.3, validator=least(0.0))
     """Factor of the mean of the heads' losses."""

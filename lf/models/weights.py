@@ -88,13 +88,22 @@ def read(
 ) -> Tensor:
     """Returns this rank's tensor without padding, reading only the slices that its boxes need.
 
-    `dtype` is what floating tensors become (None keeps the stored one); integers keep theirs.
+    `dtype` is what floating tensors become (None keeps the stored one); integers keep theirs. Raises ValueError,
+    naming the HF tensor, for values that are not finite.
     """
     rule = weights.by_lf[placed.name]
     stored = stored_dtype(rule, folder)
     out = torch.zeros(held_shape(placed), dtype=dtype if dtype is not None and stored.is_floating_point else stored)
     for piece, box, local, size in _boxes(pieces(rule, placed.shape), placed):
-        out[slices(local, size)] = _as_lf(piece, folder.read(piece.hf, box), size)
+        values = folder.read(piece.hf, box)
+        # torch does not ask this of numbers of one byte.
+        wide = values.float() if values.is_floating_point() and values.itemsize == 1 else values
+        if not bool(torch.isfinite(wide).all()):
+            raise ValueError(
+                f"{folder.path}: {piece.hf} has values that are not finite; the file is damaged, or the training that "
+                "wrote it has diverged: take another copy, or an earlier one"
+            )
+        out[slices(local, size)] = _as_lf(piece, values, size)
     return out
 
 

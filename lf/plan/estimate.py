@@ -3,7 +3,7 @@
 Ranks of a pipeline stage are alike, so the work grows with the stages and not with the ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import attrs
@@ -11,7 +11,7 @@ import attrs
 from lf.models.spec import Block, Layout, Load, ModelConfig, blocks, check_layout, flops
 from lf.parallel.config import MegatronParallel, resolve
 from lf.plan.buffers import Buffer, bucket_limit, buffers, in_order
-from lf.plan.pipeline import idle, in_flight
+from lf.plan.pipeline import check_passes, idle, most_held
 
 Choice = Literal["none", "selective", "full"]
 """What the backward makes again, as `MegatronParallel.recompute` says it."""
@@ -165,9 +165,10 @@ def micro_batches(job: Job, layout: Layout) -> int:
 
 
 def plan(job: Job) -> Plan:
-    """Returns the plan of a job; raises ValueError with the cure where its layout cannot be."""
+    """Returns the plan of a job; raises ValueError, with the cure, where its layout cannot be or is too large."""
     layout = layout_of(job)
     micro = micro_batches(job, layout)
+    check_passes(layout.pp, layout.vpp, micro)
     stages = tuple(stage_of(job, attrs.evolve(layout, pp_rank=rank), micro) for rank in range(layout.pp))
     alone = blocks(job.model, Layout(), load_of(job, "none"))
     return Plan(
@@ -184,28 +185,23 @@ def plan(job: Job) -> Plan:
 def stage_memory(job: Job, layout: Layout, choice: Choice) -> Memory:
     """Returns the memory of a rank of the stage `layout.pp_rank`."""
     found = blocks(job.model, layout, load_of(job, choice))
-    return _memory(job, found, _chunk_buffers(job, layout, found), _flights(job, layout))
-
-
-def _flights(job: Job, layout: Layout) -> frozenset[tuple[int, ...]]:
-    return in_flight(layout.pp_rank, layout.pp, layout.vpp, micro_batches(job, layout))
+    return _memory(job, layout, found, _chunk_buffers(job, layout, found))
 
 
 def stage_of(job: Job, layout: Layout, micro: int, choices: Sequence[Choice] = CHOICES) -> Stage:
     """Returns the stage `layout.pp_rank`, its memory by some choices of recompute, the job's own among them."""
     by_choice = {choice: blocks(job.model, layout, load_of(job, choice)) for choice in choices}
     mine = by_choice[job.parallel.recompute]
-    held, flights = _chunk_buffers(job, layout, mine), _flights(job, layout)
-    ranks = job.world // layout.pp
+    held, ranks = _chunk_buffers(job, layout, mine), job.world // layout.pp
     return Stage(
         first=layout.pp_rank * ranks,
         ranks=ranks,
-        holds=tuple(_holds(mine, chunk) for chunk in range(layout.vpp)),
+        holds=tuple(map(_holds, _by_chunk(mine, layout.vpp))),
         elements=sum(buffer.elements for buffer in held),
-        in_flight=max(map(sum, flights)),
-        memory={choice: _memory(job, found, held, flights) for choice, found in by_choice.items()},
+        in_flight=sum(most_held(layout.pp_rank, layout.pp, micro, (1.0,) * layout.vpp)),
+        memory={choice: _memory(job, layout, found, held) for choice, found in by_choice.items()},
         traffic=traffic(layout, mine, held, micro),
-        pieces=_pieces(job, mine, held, flights),
+        pieces=_pieces(job, layout, mine, held),
         forward=_operations(mine, layout.vpp, backward=False),
         backward=_operations(mine, layout.vpp, backward=True),
     )
@@ -216,19 +212,26 @@ def _chunk_buffers(job: Job, layout: Layout, found: Sequence[Block]) -> tuple[Bu
     expert_ranks = layout.dp * layout.tp * layout.cp // (layout.ep * layout.etp)
     overlap = job.parallel.overlap and max(ranks, expert_ranks) > 1
     made: list[Buffer] = []
-    for chunk in range(layout.vpp):
+    for chunk, inside in enumerate(_by_chunk(found, layout.vpp)):
         limit = bucket_limit(overlap=overlap, ranks=layout.dp, stage=layout.pp_rank, chunk=chunk)
-        inside = [block for block in found if block.chunk == chunk]
         made += buffers(inside, job.itemsize, ranks, expert_ranks, limit)
     return tuple(made)
 
 
-def _memory(job: Job, found: Sequence[Block], held: Sequence[Buffer], flights: Iterable[tuple[int, ...]]) -> Memory:
+def _by_chunk(found: Sequence[Block], chunks: int) -> list[list[Block]]:
+    """Returns the blocks of each chunk of the stage."""
+    made: list[list[Block]] = [[] for _ in range(chunks)]
+    for block in found:
+        made[block.chunk].append(block)
+    return made
+
+
+def _memory(job: Job, layout: Layout, found: Sequence[Block], held: Sequence[Buffer]) -> Memory:
     return Memory(
         parameters=sum(buffer.padded * buffer.itemsize for buffer in held) + _frozen(job, found),
         gradients=sum(buffer.padded * MAIN for buffer in held),
         optimizer=sum(_optimizer(job, buffer) for buffer in held),
-        activations=sum(size for _, size in _kept(found, _worst(found, flights))),
+        activations=sum(size for _, size in _kept(found, _worst(job, layout, found))),
         working=max(size for _, size in _working(found)),
     )
 
@@ -238,12 +241,14 @@ def _working(found: Sequence[Block]) -> list[tuple[str, int]]:
 
     The output layer's backward is done before that of the layers, and what it has kept is gone.
     """
-    made = []
-    for at, block in enumerate(found):
-        later = [b for b in found[at + 1 :] if block.layers and b.chunk == block.chunk and not b.layers]
-        freed = sum(size for b in later for _, size in b.saved)
-        made.append((block.name, max(0, block.working - freed)))
-    return made
+    made: list[tuple[str, int]] = []
+    # What the parts without layers that follow have kept, by chunk.
+    freed: dict[int, int] = {}
+    for block in reversed(found):
+        made.append((block.name, max(0, block.working - (freed.get(block.chunk, 0) if block.layers else 0))))
+        if not block.layers:
+            freed[block.chunk] = freed.get(block.chunk, 0) + sum(size for _, size in block.saved)
+    return made[::-1]
 
 
 def _frozen(job: Job, found: Sequence[Block]) -> int:
@@ -256,14 +261,11 @@ def _optimizer(job: Job, buffer: Buffer) -> int:
     return round(buffer.padded / buffer.ranks * (main + job.state))
 
 
-def _worst(found: Sequence[Block], flights: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def _worst(job: Job, layout: Layout, found: Sequence[Block]) -> tuple[int, ...]:
     """Returns the micro-batches in flight of each chunk when they hold most."""
-    chunks = 1 + max(block.chunk for block in found)
-    # One micro-batch of each chunk alone.
-    alone = [
-        sum(size for _, size in _kept(found, [int(at == chunk) for at in range(chunks)])) for chunk in range(chunks)
-    ]
-    return max(sorted(flights), key=lambda held: sum(n * size for n, size in zip(held, alone, strict=True)))
+    one = (1,) * layout.vpp
+    alone = [sum(size for _, size in _kept(inside, one)) for inside in _by_chunk(found, layout.vpp)]
+    return most_held(layout.pp_rank, layout.pp, micro_batches(job, layout), alone)
 
 
 def _kept(found: Sequence[Block], held: Sequence[int]) -> list[tuple[str, int]]:
@@ -282,12 +284,10 @@ def _kept(found: Sequence[Block], held: Sequence[int]) -> list[tuple[str, int]]:
     return kept + sent
 
 
-def _pieces(
-    job: Job, found: Sequence[Block], held: Sequence[Buffer], flights: Iterable[tuple[int, ...]]
-) -> tuple[tuple[str, int], ...]:
+def _pieces(job: Job, layout: Layout, found: Sequence[Block], held: Sequence[Buffer]) -> tuple[tuple[str, int], ...]:
     """Returns the largest pieces of the memory of a rank."""
     sizes: dict[str, int] = {}
-    for name, size in _kept(found, _worst(found, flights)):
+    for name, size in _kept(found, _worst(job, layout, found)):
         sizes[name] = sizes.get(name, 0) + size
     for block in found:
         for weight in block.weights:
@@ -300,8 +300,8 @@ def _pieces(
     return tuple(sorted(((n, s) for n, s in sizes.items() if s), key=lambda pair: -pair[1]))
 
 
-def _holds(found: Sequence[Block], chunk: int) -> str:
-    inside = [block for block in found if block.chunk == chunk]
+def _holds(inside: Sequence[Block]) -> str:
+    """Returns what the blocks of a chunk are, in words."""
     layers = sorted({layer for block in inside for layer in block.layers})
     names = [block.name for block in inside if block.weights and not block.layers]
     span = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else "".join(f"layer {layer}" for layer in layers)
@@ -333,7 +333,7 @@ def traffic(layout: Layout, found: Sequence[Block], held: Sequence[Buffer], micr
         for size in buffer.buckets:
             add(axis, "reduce_scatter", size * MAIN, 1)
             add(axis, "all_gather", size * buffer.itemsize, 1)
-    weights = [weight for chunk in range(layout.vpp) for weight in in_order([b for b in found if b.chunk == chunk])]
+    weights = [weight for inside in _by_chunk(found, layout.vpp) for weight in in_order(inside)]
     add("tp", "all_reduce", sum(weight.size for weight in weights if weight.summed) * MAIN, 1)
     for weight in weights:
         if weight.tied:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 Pass = tuple[bool, int, int]
 """Whether it is a forward, the chunk of the stage, and the micro-batch."""
 
+MOST_PASSES = 10_000_000
+"""Passes of all stages that are replayed; more would take minutes and gigabytes."""
+
 
 @functools.cache
 def order(stage: int, pp: int, vpp: int, micro: int) -> tuple[Pass, ...]:
@@ -32,15 +35,32 @@ def _enough(pp: int, vpp: int, micro: int) -> int:
     return min(micro, 4 * pp + (micro - 4 * pp) % step)
 
 
-@functools.cache
-def in_flight(stage: int, pp: int, vpp: int, micro: int) -> frozenset[tuple[int, ...]]:
-    """Returns every set of micro-batches that a stage holds after a forward, as a number for each of its chunks."""
-    held, found = [0] * vpp, set()
-    for forward, chunk, _ in order(stage, pp, vpp, _enough(pp, vpp, micro)):
+def check_passes(pp: int, vpp: int, micro: int) -> None:
+    """Raises ValueError for a schedule with more passes than `MOST_PASSES`."""
+    passes = 2 * pp * vpp * _enough(pp, vpp, micro)
+    if passes > MOST_PASSES:
+        raise ValueError(
+            f"parallel.pp = {pp} with parallel.vpp = {vpp} and {micro} micro-batches makes a schedule of {passes:,} "
+            f"passes, and a plan replays at most {MOST_PASSES:,}; lower pp, vpp or batch"
+        )
+
+
+def most_held(stage: int, pp: int, micro: int, sizes: Sequence[float]) -> tuple[int, ...]:
+    """Returns the micro-batches in flight of each chunk of a stage when together they hold most.
+
+    `sizes` is what one micro-batch of each chunk holds.
+    """
+    vpp = len(sizes)
+    passes = order(stage, pp, vpp, _enough(pp, vpp, micro))
+    now, most, end = 0.0, -1.0, 0
+    for at, (forward, chunk, _) in enumerate(passes):
+        now += sizes[chunk] if forward else -sizes[chunk]
+        if now > most:
+            most, end = now, at + 1
+    held = [0] * vpp
+    for forward, chunk, _ in passes[:end]:
         held[chunk] += 1 if forward else -1
-        if forward:
-            found.add(tuple(held))
-    return frozenset(found)
+    return tuple(held)
 
 
 def idle(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], micro: int) -> float:

@@ -10,8 +10,8 @@ from lf.plan.near import Option, nearest
 from lf.plan.speed import Timed
 
 GIB = 2**30
-PIECES = 8
-"""Pieces that are shown."""
+PIECES = CHUNKS = 8
+"""Pieces of a rank, and chunks of a stage, that are shown."""
 
 
 def as_json(plan: Plan, memory: float = 0.0, fastest: Sequence[Timed] = ()) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _head(plan: Plan) -> str:
 def _stages(plan: Plan) -> str:
     rows = [["stage", "ranks", "parameters", "weights", "gradients", "optimizer", *CHOICES, "peak", "holds"]]
     for number, stage in enumerate(plan.stages):
-        mine = stage.memory[plan.job.parallel.recompute]
+        mine, more = stage.memory[plan.job.parallel.recompute], len(stage.holds) - CHUNKS
         rows.append(
             [
                 str(number),
@@ -70,7 +70,7 @@ def _stages(plan: Plan) -> str:
                 *(gib(size) for size in (mine.parameters, mine.gradients, mine.optimizer)),
                 *(gib(stage.memory[choice].activations) for choice in CHOICES),
                 gib(mine.peak),
-                " | ".join(stage.holds),
+                " | ".join(stage.holds[:CHUNKS]) + (f" | {more:,} more chunks" if more > 0 else ""),
             ]
         )
     return "a rank of each stage, in GiB (activations by recompute: none, selective, full)\n" + table(rows)

@@ -23,7 +23,7 @@ from lf.config import from_json, load_classes, load_function, to_json
 from lf.data.acting import ActingFacts
 from lf.data.hf_tokenizer import FILES, read_tokenizer
 from lf.models import hf, weights
-from lf.models.hf_folder import HfFolder, open_folder
+from lf.models.hf_folder import HfFolder, few, open_folder
 from lf.models.hf_save import new_folder, store_source
 from lf.models.layouts import fitted, fitted_to
 from lf.models.lora import merged
@@ -101,7 +101,7 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
     left = [name for name in base_shapes(shapes) if name not in table.by_lf]
     if left:
         raise ValueError(
-            f"{reader.path} holds {len(left)} weights that this model does not have: {', '.join(left[:5])}; export it "
+            f"{reader.path} holds {len(left)} weights that this model does not have: {few(left)}; export it "
             "with the lf, or the config file, that saved it"
         )
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lf.data.loader import Fetched, eval_batches, micro_batches, prefetch
 from lf.data.source import Row, Rows
 from lf.devices.device import Device
+from lf.models.hf_folder import few
 from lf.models.spec import Batch, Layout, ModelConfig, collate, flops
 from lf.train import checkpoint
 from lf.train.background import Background, check_memory, own_group, snapshot
@@ -334,7 +335,7 @@ def _check_weights(job: Job, state: TrainState) -> None:
     bad = job.comm.broadcast(sorted(set().union(*rows)) if rows else [])
     if bad:
         raise NonFiniteError(
-            f"step {state.step} has left {len(bad)} weights that are not finite ({', '.join(bad[:3])}), so it is not "
+            f"step {state.step} has left {len(bad)} weights that are not finite ({few(bad)}), so it is not "
             "saved; lower optim.lr, or clip gradients, and give the command again",
             {},
         )

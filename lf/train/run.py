@@ -138,13 +138,7 @@ def open_job(
     """
     check_place(folder)
     lock = contextlib.ExitStack()
-
-    def hold() -> None:
-        # A folder that is not there yet is locked when it is made, so that a run that is refused leaves nothing.
-        if folder.is_dir():
-            lock.enter_context(held(folder))
-
-    on_first(comm, hold)
+    on_first(comm, functools.partial(_hold, folder, lock))
     opened = open_latest(folder, comm=comm)
     for skipped in opened.skipped:
         say(f"skipped {skipped.path}: {skipped.reason}")
@@ -168,38 +162,10 @@ def open_job(
     beside = {**inputs.tokenizer_files, **acting_files(start.model, start.source, acting_of(inputs.rows))}
     check_target(folder / HF, [*kept, *beside])
     check_target(folder / ADAPTER, ADAPTER_FILES)
-
-    def write_folder() -> None:
-        if reader is not None:
-            update(whole, folder, files)
-            return
-        lock.close()
-        lock.enter_context(held(folder))
-        if latest(folder) is not None:
-            raise CheckpointError(f"another process has begun to train in {folder}; give the same command again")
-        make(whole, folder, files, start.source, inputs.tokenizer)
-
-    on_first(comm, write_folder)
-
-    def save_hf(state: TrainState, name: str) -> None:
-        get = engine.weights(state)
-        if run.adapt is not None:
-            if run.save.lora != "merged":
-                place = folder / name.replace(HF, ADAPTER, 1)
-                _save_adapter(run, start, state, get, place, write=comm.rank == 0)
-            if run.save.lora == "adapter":
-                return
-            get = merged(get, named_tensors(state.chunks[0]), run.adapt.scale)
-        export(
-            start.model,
-            get,
-            folder / name,
-            source=start.source,
-            files=beside,
-            eos=None if inputs.tokenizer is None else inputs.tokenizer.eos,
-            write=comm.rank == 0,
-        )
-
+    if reader is None:
+        on_first(comm, functools.partial(_make, whole, folder, files, start, inputs, lock))
+    else:
+        on_first(comm, functools.partial(update, whole, folder, files))
     sinks = open_sinks(folder, run.log, rank=comm.rank, step=engine.state.step, config={"run": meta["run"]})
     return Job(
         run=run,
@@ -216,9 +182,59 @@ def open_job(
         progress=open_progress(run.steps, engine.state.step, rank=comm.rank),
         say=say,
         meta=meta,
-        export=save_hf,
+        export=_exporter(run, folder, start, engine, beside, inputs.tokenizer, comm),
         lock=lock,
     )
+
+
+def _hold(folder: Path, lock: contextlib.ExitStack) -> None:
+    # A folder that is not there yet is locked when it is made, so that a run that is refused leaves nothing.
+    if folder.is_dir():
+        lock.enter_context(held(folder))
+
+
+def _make(
+    run: Run, folder: Path, files: Sequence[Path], start: Start, inputs: "_Inputs", lock: contextlib.ExitStack
+) -> None:
+    """Makes the folder of a new run, and locks it."""
+    lock.close()
+    lock.enter_context(held(folder))
+    if latest(folder) is not None:
+        raise CheckpointError(f"another process has begun to train in {folder}; give the same command again")
+    make(run, folder, files, start.source, inputs.tokenizer)
+
+
+def _exporter(
+    run: Run,
+    folder: Path,
+    start: Start,
+    engine: Engine,
+    files: Mapping[str, bytes],
+    tokenizer: Tokenizer | None,
+    comm: Comm,
+) -> Callable[[TrainState, str], None]:
+    """Returns what writes the weights of a state below the run's folder; `files` go beside them."""
+
+    def save_hf(state: TrainState, name: str) -> None:
+        get = engine.weights(state)
+        if run.adapt is not None:
+            if run.save.lora != "merged":
+                place = folder / name.replace(HF, ADAPTER, 1)
+                _save_adapter(run, start, state, get, place, write=comm.rank == 0)
+            if run.save.lora == "adapter":
+                return
+            get = merged(get, named_tensors(state.chunks[0]), run.adapt.scale)
+        export(
+            start.model,
+            get,
+            folder / name,
+            source=start.source,
+            files=files,
+            eos=None if tokenizer is None else tokenizer.eos,
+            write=comm.rank == 0,
+        )
+
+    return save_hf
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def from_hf(config: Mapping[str, Any]) -> Pi05:
         alpha=number(config, "time_sampling_beta_alpha", 1.5, above=0.0),
         beta=number(config, "time_sampling_beta_beta", 1.0, above=0.0),
         scale=number(config, "time_sampling_scale", 0.999, above=0.0),
-        offset=number(config, "time_sampling_offset", 0.001),
+        offset=number(config, "time_sampling_offset", 0.001, least=0.0),
     )
     return Pi05(
         vision=_vision(config),

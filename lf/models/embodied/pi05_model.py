@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import attrs
 import torch
 import torch.nn.functional as F
-from attrs.validators import ge, min_len
+from attrs.validators import min_len
 from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.embodied.robot import ActionSpace, Counted, Times
 from lf.models.layers.gemma import Gemma, GemmaTower, Keys, positions, scaled_embedding
+from lf.models.ranges import least
 from lf.models.vision.siglip import Siglip, SiglipTower
 
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -39,15 +40,15 @@ class Pi05(spec.ModelConfig):
     """The tower of images and prompt."""
     expert: Gemma = Gemma(width=1024, depth=18, mlp=4096)
     """The tower of actions; depth, heads and head width are those of `vlm`."""
-    vocab: int = attrs.field(default=VOCAB, validator=ge(1))
+    vocab: int = attrs.field(default=VOCAB, validator=least(1))
     """Token ids."""
     cameras: tuple[str, ...] = attrs.field(default=CAMERAS, validator=min_len(1))
     """Names of the cameras, in order; rows may lack some."""
-    prompt: int = attrs.field(default=200, validator=ge(1))
+    prompt: int = attrs.field(default=200, validator=least(1))
     """Most tokens of a prompt; all rows are padded to it."""
-    horizon: int = attrs.field(default=50, validator=ge(1))
+    horizon: int = attrs.field(default=50, validator=least(1))
     """Action steps that are predicted at once."""
-    dims: int = attrs.field(default=32, validator=ge(1))
+    dims: int = attrs.field(default=32, validator=least(1))
     """Most dims of an action; narrower ones are filled up with zeros."""
     counted: Counted = "valid"
     """Which entries of an action chunk the loss counts: those of real steps and dims, or the two public conventions:
@@ -56,7 +57,7 @@ class Pi05(spec.ModelConfig):
     """Where the times of training come from."""
     periods: tuple[float, float] = attrs.field(default=(4e-3, 4.0))
     """Shortest and longest period of the time's embedding."""
-    steps: int = attrs.field(default=10, validator=ge(1))
+    steps: int = attrs.field(default=10, validator=least(1))
     """Euler steps of a sample."""
 
     def __attrs_post_init__(self) -> None:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 import torch
-from attrs.validators import ge, gt
 from torch import Tensor
 
 from lf.models.initialise import seed_of
 from lf.models.pictures import resize_with_pad
+from lf.models.ranges import above, least
 from lf.models.spec import Batch
 
 Counted = Literal["valid", "lerobot", "openpi"]
@@ -46,13 +46,13 @@ class ActionSpace:
 class Times:
     """Where the times of flow matching come from: `offset + scale * Beta(alpha, beta)`; 1 is noise."""
 
-    alpha: float = attrs.field(default=1.5, validator=gt(0.0))
+    alpha: float = attrs.field(default=1.5, validator=above(0.0))
     """First parameter of the Beta distribution."""
-    beta: float = attrs.field(default=1.0, validator=gt(0.0))
+    beta: float = attrs.field(default=1.0, validator=above(0.0))
     """Second parameter of the Beta distribution."""
-    scale: float = attrs.field(default=0.999, validator=gt(0.0))
+    scale: float = attrs.field(default=0.999, validator=above(0.0))
     """Factor on the draw."""
-    offset: float = attrs.field(default=0.001, validator=ge(0.0))
+    offset: float = attrs.field(default=0.001, validator=least(0.0))
     """Added to the draw; the least time."""
 
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import attrs
 import torch
 import torch.nn.functional as F
-from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from lf.models.layers.fused import geglu, rms_norm
 from lf.models.layers.lora import rows_from
 from lf.models.layers.rope import Rope, rope_table, rotate
+from lf.models.ranges import above, least
 
 Keys = tuple[Tensor, Tensor]
 """The keys and values [B, S, G, D] of one layer, keys already turned by their positions."""
@@ -26,21 +26,21 @@ Keys = tuple[Tensor, Tensor]
 class Gemma:
     """Sizes of a Gemma tower."""
 
-    width: int = attrs.field(validator=ge(1))
+    width: int = attrs.field(validator=least(1))
     """Width of the residual stream."""
-    depth: int = attrs.field(validator=ge(1))
+    depth: int = attrs.field(validator=least(1))
     """Layers."""
-    mlp: int = attrs.field(validator=ge(1))
+    mlp: int = attrs.field(validator=least(1))
     """Width inside the MLP."""
-    heads: int = attrs.field(default=8, validator=ge(1))
+    heads: int = attrs.field(default=8, validator=least(1))
     """Query heads."""
-    kv_heads: int = attrs.field(default=1, validator=ge(1))
+    kv_heads: int = attrs.field(default=1, validator=least(1))
     """Key-value heads; divides `heads`."""
-    head_dim: int = attrs.field(default=256, validator=ge(2))
+    head_dim: int = attrs.field(default=256, validator=least(2))
     """Width of a head; even."""
-    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    eps: float = attrs.field(default=1e-6, validator=above(0.0))
     """Added to the mean square in the norms."""
-    theta: float = attrs.field(default=1e4, validator=gt(1.0))
+    theta: float = attrs.field(default=1e4, validator=above(1.0))
     """Base of the rotary position embedding."""
 
     def __attrs_post_init__(self) -> None:

@@ -26,6 +26,36 @@ def pairs_to_halves(x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
+def _up(layers: Any, config: TransformerConfig, narrow: int, wide: int, tp: Any) -> Any:
+    """Returns a projection to the heads, which the ranks share."""
+    return layers.column_parallel_linear()(
+        narrow,
+        wide,
+        config=config,
+        init_method=config.init_method,
+        gather_output=False,
+        bias=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_group=tp,
+    )
+
+
+def _out(layers: Any, config: TransformerConfig, wide: int, tp: Any) -> Any:
+    """Returns the projection of all heads' values to the residual stream."""
+    return layers.row_parallel_linear()(
+        wide,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        is_expert=False,
+        tp_group=tp,
+    )
+
+
 class LatentAttention(MegatronModule):
     """Queries, keys and values from narrow vectors; the rotated part of the keys is shared by all heads.
 
@@ -48,27 +78,13 @@ class LatentAttention(MegatronModule):
         self.part, self.tp = part, pg_collection.tp
         self.width = part.nope_dim + part.rope_dim
         norm = layers.layer_norm(rms_norm=True, for_qk=True)
-
-        def up(size: int, wide: int) -> Any:
-            return layers.column_parallel_linear()(
-                size,
-                wide,
-                config=config,
-                init_method=config.init_method,
-                gather_output=False,
-                bias=False,
-                skip_bias_add=False,
-                is_expert=False,
-                tp_group=self.tp,
-            )
-
         if part.q_rank:
             self.linear_q_down_proj = duplicated_linear(layers, config, config.hidden_size, part.q_rank)
             self.q_layernorm = norm(config, part.q_rank, part.latent_eps)
-        self.linear_q_up_proj = up(part.q_rank or config.hidden_size, part.heads * self.width)
+        self.linear_q_up_proj = _up(layers, config, part.q_rank or config.hidden_size, part.heads * self.width, self.tp)
         self.linear_kv_down_proj = duplicated_linear(layers, config, config.hidden_size, part.kv_rank + part.rope_dim)
         self.kv_layernorm = norm(config, part.kv_rank, part.latent_eps)
-        self.linear_kv_up_proj = up(part.kv_rank, part.heads * (part.nope_dim + part.v_dim))
+        self.linear_kv_up_proj = _up(layers, config, part.kv_rank, part.heads * (part.nope_dim + part.v_dim), self.tp)
         self.core_attention = layers.core_attention()(
             config=config,
             layer_number=layer_number,
@@ -80,17 +96,7 @@ class LatentAttention(MegatronModule):
             cp_comm_type=cp_comm_type,
             pg_collection=pg_collection,
         )
-        self.linear_proj = layers.row_parallel_linear()(
-            part.heads * part.v_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=self.tp,
-        )
+        self.linear_proj = _out(layers, config, part.heads * part.v_dim, self.tp)
         self.up_again, self.core_again = "mla_up_proj" in again, "core_attn" in again
 
     def forward(

@@ -9,10 +9,11 @@ from typing import Any
 
 import attrs
 import torch
-from attrs.validators import and_, ge, gt, le, optional
+from attrs.validators import optional
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lf.models.ranges import above, least
 from lf.models.spec import no_rule
 
 
@@ -30,7 +31,7 @@ class NoScaling(RopeScaling):
 class LinearScaling(RopeScaling):
     """Position interpolation (arXiv:2306.15595): every frequency is divided."""
 
-    factor: float = attrs.field(validator=gt(0.0))
+    factor: float = attrs.field(validator=above(0.0))
     """Divisor of the frequencies."""
 
 
@@ -38,9 +39,9 @@ class LinearScaling(RopeScaling):
 class DynamicScaling(RopeScaling):
     """NTK-aware scaling whose base grows with the longest sequence of the batch; none up to `original`."""
 
-    factor: float = attrs.field(validator=gt(0.0))
+    factor: float = attrs.field(validator=above(0.0))
     """How fast the base grows."""
-    original: int = attrs.field(validator=ge(1))
+    original: int = attrs.field(validator=least(1))
     """Length of pre-training, in tokens."""
 
 
@@ -48,13 +49,13 @@ class DynamicScaling(RopeScaling):
 class Llama3Scaling(RopeScaling):
     """Llama 3.1's scaling: long waves are divided, short ones kept, those between are blended (arXiv:2407.21783)."""
 
-    factor: float = attrs.field(validator=gt(0.0))
+    factor: float = attrs.field(validator=above(0.0))
     """Divisor of the low frequencies."""
-    low: float = attrs.field(default=1.0, validator=gt(0.0))
+    low: float = attrs.field(default=1.0, validator=above(0.0))
     """A wave that turns less often than this within `original` tokens is divided."""
-    high: float = attrs.field(default=4.0, validator=gt(0.0))
+    high: float = attrs.field(default=4.0, validator=above(0.0))
     """A wave that turns more often than this within `original` tokens is kept."""
-    original: int = attrs.field(default=8192, validator=ge(1))
+    original: int = attrs.field(default=8192, validator=least(1))
     """Length of pre-training, in tokens."""
 
     def __attrs_post_init__(self) -> None:
@@ -66,19 +67,19 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
     """YaRN (arXiv:2309.00071): a ramp between divided and kept frequencies, and a temperature on attention."""
 
-    factor: float = attrs.field(validator=gt(0.0))
+    factor: float = attrs.field(validator=above(0.0))
     """Divisor of the low frequencies."""
-    original: int = attrs.field(validator=ge(1))
+    original: int = attrs.field(validator=least(1))
     """Length of pre-training, in tokens."""
-    beta_fast: float = attrs.field(default=32.0, validator=gt(0.0))
+    beta_fast: float = attrs.field(default=32.0, validator=above(0.0))
     """Turns within `original` tokens from which a frequency is kept."""
-    beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
+    beta_slow: float = attrs.field(default=1.0, validator=above(0.0))
     """Turns within `original` tokens up to which a frequency is divided."""
-    attention_factor: float | None = attrs.field(default=None, validator=optional(gt(0.0)))
+    attention_factor: float | None = attrs.field(default=None, validator=optional(above(0.0)))
     """Multiplies cosine and sine; None derives it from `factor`, `mscale` and `mscale_all_dim`."""
-    mscale: float | None = attrs.field(default=None, validator=optional(gt(0.0)))
+    mscale: float | None = attrs.field(default=None, validator=optional(above(0.0)))
     """Weight of log(factor) in the numerator of the derived attention factor; used with `mscale_all_dim` only."""
-    mscale_all_dim: float | None = attrs.field(default=None, validator=optional(gt(0.0)))
+    mscale_all_dim: float | None = attrs.field(default=None, validator=optional(above(0.0)))
     """Weight of log(factor) in the denominator of the derived attention factor; used with `mscale` only."""
     truncate: bool = True
     """Whether the ends of the ramp are rounded outwards to whole dims."""
@@ -95,9 +96,9 @@ class YarnScaling(RopeScaling):
 class Rope:
     """Rotary position embedding of queries and keys, in half-split pairs: dim i turns with dim i + R/2."""
 
-    theta: float = attrs.field(default=10000.0, validator=gt(1.0))
+    theta: float = attrs.field(default=10000.0, validator=above(1.0))
     """Base of the frequencies."""
-    fraction: float = attrs.field(default=1.0, validator=and_(gt(0.0), le(1.0)))
+    fraction: float = attrs.field(default=1.0, validator=above(0.0, 1.0))
     """Part of a head that is rotated, from its first dim on; 1.0 is the whole head."""
     scaling: RopeScaling = NoScaling()
     """What happens beyond the length of pre-training."""

@@ -95,7 +95,7 @@ def _read(config: Mapping[str, Any], family: dense.Family, kind: type[Kind], rou
             nope_dim=whole(config, "qk_nope_head_dim"),
             rope_dim=whole(config, "qk_rope_head_dim"),
             v_dim=whole(config, "v_head_dim"),
-            dropout=number(config, "attention_dropout", 0.0),
+            dropout=number(config, "attention_dropout", 0.0, least=0.0, most=1.0),
         ),
         mlp=Mlp(width=whole(config, "intermediate_size"), activation=dense.activation(config)),
         experts=Experts(
@@ -105,7 +105,7 @@ def _read(config: Mapping[str, Any], family: dense.Family, kind: type[Kind], rou
             scale=number(config, "routed_scaling_factor", 1.0, above=0.0),
             shared=whole(config, "n_shared_experts") * width,
             dense=tuple(range(min(whole(config, "first_k_dense_replace", 0, least=0), layers))),
-            balance_coef=number(config, "aux_loss_alpha", 1e-3),
+            balance_coef=number(config, "aux_loss_alpha", 1e-3, least=0.0),
             **routing,
         ),
         mtp=Mtp(depth=whole({"num_nextn_predict_layers": depth}, "num_nextn_predict_layers")) if depth else None,

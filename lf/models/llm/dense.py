@@ -87,7 +87,7 @@ def read(config: Mapping[str, Any], family: Family, kind: type[Kind]) -> Kind:
             qk_norm_over=family.qk_norm_over,
             window=window,
             window_layers=window_layers,
-            dropout=number(config, "attention_dropout", 0.0),
+            dropout=number(config, "attention_dropout", 0.0, least=0.0, most=1.0),
         ),
         mlp=Mlp(width=whole(config, "intermediate_size"), activation=activation(config)),
         norm=Norm(eps=number(config, "rms_norm_eps", above=0.0)),
@@ -193,11 +193,6 @@ def _check_fixed(cfg: DecoderConfig, attention: Attention, family: Family) -> No
         raise ValueError(
             f"attention.window = {attention.window}, but {family.model_type} models have no sliding window; "
             "set window = 0 and window_layers = (), or take a family that has it (qwen2, qwen3)"
-        )
-    if any(not 0 <= layer < cfg.layers for layer in attention.window_layers):
-        raise ValueError(
-            f"attention.window_layers = {attention.window_layers} must lie in 0 .. {cfg.layers - 1}, since "
-            f"layers = {cfg.layers}; correct them"
         )
     _whole_head(cfg.rope, family)
 

@@ -14,12 +14,25 @@ def whole(fields: Mapping[str, Any], key: str, default: int | None = None, *, le
     return value
 
 
-def number(fields: Mapping[str, Any], key: str, default: float | None = None, *, above: float = -math.inf) -> float:
-    """Returns the finite number under a key as a float; `default` stands for null and for a key that is not there."""
+def number(
+    fields: Mapping[str, Any],
+    key: str,
+    default: float | None = None,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> float:
+    """Returns the finite number under a key as a float; `default` stands for null and for a key that is not there.
+
+    It is greater than `above`, at least `least` and at most `most`.
+    """
     value = _value(fields, key, default)
-    if type(value) not in (int, float) or not above < value or not abs(value) <= sys.float_info.max:
-        bound = "" if above == -math.inf else f" greater than {above:g}"
-        raise ValueError(f"{key} = {value!r} must be a number{bound}; correct it")
+    inside = type(value) in (int, float) and above < value and least <= value <= most
+    if not inside or not abs(value) <= sys.float_info.max:
+        bounds = {"greater than": above, "at least": least, "at most": most}
+        rule = " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if abs(bound) < math.inf)
+        raise ValueError(f"{key} = {value!r} must be a number{f' {rule}' if rule else ''}; correct it")
     return float(value)
 
 

@@ -56,7 +56,7 @@ def from_hf(config: Mapping[str, Any]) -> MiniMaxM2:
         width=whole(config, "intermediate_size"),
         score="sigmoid",
         bias=True,
-        balance_coef=number(config, "router_aux_loss_coef", 1e-3),
+        balance_coef=number(config, "router_aux_loss_coef", 1e-3, least=0.0),
     )
     return attrs.evolve(base, experts=experts)
 

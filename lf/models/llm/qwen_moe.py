@@ -88,7 +88,7 @@ def _read_experts(config: Mapping[str, Any], layers: int, shared: int) -> Expert
         shared=shared,
         shared_gate=bool(shared),
         dense=tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step),
-        balance_coef=number(config, "router_aux_loss_coef", 1e-3),
+        balance_coef=number(config, "router_aux_loss_coef", 1e-3, least=0.0),
     )
 
 

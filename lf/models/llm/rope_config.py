@@ -65,7 +65,7 @@ def read_rope(config: Mapping[str, Any], max_length: int, *, sections: bool = Fa
         sections=stated_sections,
         interleaved=flag(shared, "mrope_interleaved", False) and bool(stated_sections),
         theta=number(shared, "rope_theta", DEFAULT_THETA, above=1.0),
-        fraction=number(shared, "partial_rotary_factor", 1.0, above=0.0),
+        fraction=number(shared, "partial_rotary_factor", 1.0, above=0.0, most=1.0),
         scaling=next(iter(scalings.values()), NoScaling()),
     )
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import attrs
 import torch.nn.functional as F
-from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from lf.models.media import Grid
+from lf.models.ranges import above, least
 from lf.models.vision.tower import (
     Tower,
     TowerModule,
@@ -29,19 +29,19 @@ from lf.models.weights import Rule, Same, Stack
 class Siglip(VisionConfig):
     """Sizes of a SigLIP vision tower; the defaults are those of So400m/14 at 224 pixels."""
 
-    width: int = attrs.field(default=1152, validator=ge(1))
+    width: int = attrs.field(default=1152, validator=least(1))
     """Width of the residual stream."""
-    depth: int = attrs.field(default=27, validator=ge(1))
+    depth: int = attrs.field(default=27, validator=least(1))
     """Layers."""
-    mlp: int = attrs.field(default=4304, validator=ge(1))
+    mlp: int = attrs.field(default=4304, validator=least(1))
     """Width inside the MLP."""
-    heads: int = attrs.field(default=16, validator=ge(1))
+    heads: int = attrs.field(default=16, validator=least(1))
     """Heads; divides `width`."""
-    image: int = attrs.field(default=224, validator=ge(1))
+    image: int = attrs.field(default=224, validator=least(1))
     """Pixels of a side of an image."""
-    patch: int = attrs.field(default=14, validator=ge(1))
+    patch: int = attrs.field(default=14, validator=least(1))
     """Pixels of a side of a patch; what is left of `image` beyond whole patches is not seen."""
-    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    eps: float = attrs.field(default=1e-6, validator=above(0.0))
     """Added to the variance in the norms."""
 
     def __attrs_post_init__(self) -> None:
