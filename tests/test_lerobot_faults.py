@@ -299,7 +299,7 @@ def test_actions_that_never_change_are_refused(root: Path, tmp_path: Path) -> No
     [
         ({"codebase_version": "v4.2"}, r"info\.json: codebase_version is 'v4\.2'; lf reads v2\.1 and v3\.0"),
         ({"fps": 0}, r"info\.json: fps is 0"),
-        ({"features": 3}, r"info\.json: fps or features are malformed"),
+        ({"features": 3}, r"info\.json: features is 3, and must be an object"),
         ({"data_path": "../{episode_index}"}, r"leads to '\.\./.*', outside the dataset|malformed"),
         (
             {"video_path": "/etc/{video_key}.mp4"},

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lf.data.lerobot_choose import choose_episodes
-from lf.data.lerobot_meta import V21, Meta, Recorded, episode_stats, read_meta, read_table
+from lf.data.lerobot_files import read_table
+from lf.data.lerobot_meta import V21, Meta, Recorded, episode_stats, read_meta
 from lf.data.lerobot_record import Take, write_dataset
 from lf.data.lerobot_scan import INDEXES, Scan, check_camera, scan
 from lf.data.lerobot_write import DEFAULT_LIMITS, Limits, Part, assemble

@@ -16,7 +16,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.lerobot_meta import STATISTICS, V30, Recorded, merge_recorded, place
+from lf.data.lerobot_files import place
+from lf.data.lerobot_meta import STATISTICS, V30, Recorded, merge_recorded
 from lf.data.video import append_videos, joinable
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
