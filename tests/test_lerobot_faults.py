@@ -23,6 +23,7 @@ from tests.robot_tools import (
     TASKS,
     Toy,
     change_column,
+    change_episode,
     change_json,
     encode,
     frame,
@@ -72,12 +73,6 @@ def put(value: float, at: tuple[int, ...]) -> Callable[[Any], Any]:
 
 def drop_rows(path: Path, keep: int) -> None:
     pq.write_table(pq.read_table(path).slice(0, keep), path)
-
-
-def change_episode(root: Path, key: str, values: list[Any]) -> None:
-    path = root / "meta/episodes/chunk-000/file-000.parquet"
-    table = pq.read_table(path)
-    pq.write_table(table.set_column(table.column_names.index(key), key, pa.array(values)), path)
 
 
 Break = Callable[[Path], Any]

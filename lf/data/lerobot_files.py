@@ -109,7 +109,9 @@ def get_int(row: Mapping[str, Any], key: str, file: Path) -> int:
     """Returns a whole number of a row; raises ValueError with the file for anything else."""
     value = get(row, key, file)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST or int(value) != value:
-        raise ValueError(f"{file}: {key} of {_row(row)} is {brief(value)}, and must be a whole number; mend it")
+        raise ValueError(
+            f"{file}: {key} of {_row(row)} is {brief(value)}, and must be a whole number below 2**48; mend it"
+        )
     return int(value)
 
 

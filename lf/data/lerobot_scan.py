@@ -193,7 +193,8 @@ def _column(column: Any, meta: Meta, key: str, episode: Episode, findings: list[
     values = flat.to_numpy(zero_copy_only=False).reshape(len(column), dims)
     dtype = np.dtype(feature.dtype) if feature else values.dtype
     if dtype.kind == "f":
-        return {key: values.astype(np.float32, copy=False)}
+        with np.errstate(over="ignore"):  # what overflows is found as a number that is not finite
+            return {key: values.astype(np.float32, copy=False)}
     with np.errstate(invalid="ignore"):
         exact = values.astype(dtype, copy=False)
     changed = np.argwhere(exact != values)

@@ -83,11 +83,11 @@ def span_faults(
                     f"{place.previous} before it ends at {end}, so they overlap; correct from_timestamp and file_index",
                 )
             )
-    if clip.end is not None:
+    if clip.end is not None and not found:
         frames = (clip.end - clip.start) * meta.fps
         # Some writers leave the last frame's own time out. Nobody reads a frame by the end, so that is no harm.
         if abs(frames - length) > 0.5:
             message = f"from_timestamp {clip.start:g} and to_timestamp {clip.end:g} s are {frames:g} frames at "
-            message += f"{meta.fps:g} fps, and the episode has {length}; correct to_timestamp"
+            message += f"{meta.fps:g} fps, and the episode has {length}; correct the times"
             found.append(("fatal" if abs(frames - length) > 1.5 else "wrong", message))
     return found
