@@ -6,13 +6,17 @@ import signal
 import sys
 import warnings
 
+_OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+
 
 def prepare() -> None:
     """Lets the process print any text, on terminals that know fewer letters too, and nothing that users cannot act on.
 
-    megatron-core warns at length that it does without packages which lf replaces or does not need.
+    megatron-core warns at length that it does without packages which lf replaces or does not need. It also calls
+    collectives by names that torch gives up, of which torch warns in its own name; lf calls none of those.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=_OLD_NAMES, module=r"torch\.distributed\.c10d_logger")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

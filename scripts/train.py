@@ -50,7 +50,10 @@ def train(argv: list[str]) -> int:
             return 128 + ended.signal if ended.signal else 0
         except loop.FAULTS as error:  # Told here: once this rank has left the group, the others fail too.
             return fail(error, 2 if isinstance(error, ValueError) and job is None else 1)
-        except Exception:
+        except Exception as error:
+            gone = comm.lost(error)
+            if gone:
+                return fail(RuntimeError(gone), 1)
             traceback.print_exc()
             return 1
 

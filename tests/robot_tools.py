@@ -225,3 +225,10 @@ def change_column(path: Path, key: str, change: Any) -> None:
     flat = pa.array(made.reshape(-1))
     array = pa.FixedSizeListArray.from_arrays(flat, made.shape[1]) if made.ndim == 2 else flat
     pq.write_table(table.set_column(table.column_names.index(key), key, array), path)
+
+
+def change_episode(root: Path, key: str, values: list[Any]) -> None:
+    """Writes a column of a v3.0 table of episodes anew."""
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.column_names.index(key), key, pa.array(values)), path)

@@ -23,6 +23,7 @@ from tests.robot_tools import (
     TASKS,
     Toy,
     change_column,
+    change_episode,
     change_json,
     encode,
     frame,
@@ -72,12 +73,6 @@ def put(value: float, at: tuple[int, ...]) -> Callable[[Any], Any]:
 
 def drop_rows(path: Path, keep: int) -> None:
     pq.write_table(pq.read_table(path).slice(0, keep), path)
-
-
-def change_episode(root: Path, key: str, values: list[Any]) -> None:
-    path = root / "meta/episodes/chunk-000/file-000.parquet"
-    table = pq.read_table(path)
-    pq.write_table(table.set_column(table.column_names.index(key), key, pa.array(values)), path)
 
 
 Break = Callable[[Path], Any]
@@ -299,7 +294,7 @@ def test_actions_that_never_change_are_refused(root: Path, tmp_path: Path) -> No
     [
         ({"codebase_version": "v4.2"}, r"info\.json: codebase_version is 'v4\.2'; lf reads v2\.1 and v3\.0"),
         ({"fps": 0}, r"info\.json: fps is 0"),
-        ({"features": 3}, r"info\.json: fps or features are malformed"),
+        ({"features": 3}, r"info\.json: features is 3, and must be an object"),
         ({"data_path": "../{episode_index}"}, r"leads to '\.\./.*', outside the dataset|malformed"),
         (
             {"video_path": "/etc/{video_key}.mp4"},

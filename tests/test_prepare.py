@@ -67,6 +67,14 @@ def test_convert_reports_and_exits(made: dict[str, Path], tmp_path: Path, capsys
     np.savez(files / "0.npz", q=np.eye(3, dtype=np.float32), action=np.eye(3, dtype=np.float32))
     assert call("prepare", "convert", files, tmp_path / "arm") == 1
     assert "needs --fps above 0" in capsys.readouterr().err
+    wrong = {
+        "leave out --episodes 0, which chooses": ("--fps", 0, "--episodes", 0),
+        "arm: fps is nan; give the frames a second": ("--fps", "nan"),
+        "--rename names 'q' twice": ("--fps", 5, "--rename", "q=a", "q=b"),
+    }
+    for message, given in wrong.items():
+        assert call("prepare", "convert", files, tmp_path / "arm", "--task", "go", *given) == 1
+        assert message in capsys.readouterr().err
     options = ("--fps", 5, "--task", "go", "--rename", "q=observation.state", "--robot", "arm")
     assert call("prepare", "convert", files, tmp_path / "arm", *options) == 0
     assert "arm has 1 episodes with 3 frames, as LeRobot v3.0" in capsys.readouterr().out

@@ -41,3 +41,13 @@ def test_a_filter_ends_with_its_reader() -> None:
 def test_other_ranks_are_silent() -> None:
     out, _ = python("import os; os.environ['RANK'] = '1'; say('x')", "utf-8").communicate(timeout=60)
     assert out == b""
+
+
+def test_only_what_nobody_can_act_on_is_kept_quiet() -> None:
+    def told(name: str) -> bytes:
+        text = f"`torch.distributed.{name}` is deprecated. Please use another."
+        warn = f"warn_explicit({text!r}, FutureWarning, 'c10d_logger.py', 83, module='torch.distributed.c10d_logger')"
+        return python(f"import warnings; prepare(); warnings.{warn}", "utf-8").communicate(timeout=60)[1]
+
+    assert told("all_gather_into_tensor") == b""
+    assert b"`torch.distributed.gather_all` is deprecated" in told("gather_all")

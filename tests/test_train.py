@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(workers: Workers, cor
     [
         ({"parallel": lf.TorchParallel()}, "MegatronParallel"),
         ({"parallel": lf.MegatronParallel(tp=2)}, "parallel.tp * cp * pp = 2"),
-        ({"optim": lf.AdamW(freeze=("embedding.*",))}, "TorchParallel"),
+        ({"optim": lf.AdamW(rates=(lf.Rate(names=("embedding.*",), factor=0.1),))}, "TorchParallel"),
         ({"model": attrs.evolve(DENSE, vocab=299)}, "model.vocab >= 300"),
         ({"model": Toy(vocab=299), "parallel": lf.TorchParallel()}, "model.vocab = 299, but the data has token id 299"),
         ({"model": attrs.evolve(DENSE, vocab=300, max_length=31)}, "max_length"),

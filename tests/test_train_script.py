@@ -279,6 +279,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_same_command_goes_on(
     assert time.monotonic() - begun < 60
     assert not any(map(is_there, ranks(tmp_path)))
     assert len(losses(folder)) < 60
+    assert re.search(r"(?m)^error: another rank is gone, and the ranks cannot go on without it \(", out), out
     code, out = finish(start(tmp_path, "--cfg", config, "--out", str(folder), *flags, launcher=TORCHRUN))
     assert code == 0, out
     assert "resumed from" in out

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
+from lf.data.lerobot_files import brief
 from lf.data.lerobot_meta import V21, Feature, Meta, Recorded, episode_stats, read_meta, recorded_stats
 from lf.data.lerobot_scan import Finding, Scan, Scanned, check_camera, scan
 from lf.data.normalise import CONSTANT, Stats, compute_stats
@@ -112,6 +113,13 @@ def _check_meta(meta: Meta) -> Iterator[Finding]:
             message = f"it starts at frame {after.first} of the dataset, which {kind}; it should at {due}"
             yield Finding(level="wrong", message=message, episode=after.index, file="meta")
     for episode in meta.episodes.values():
+        if episode.last != episode.first + episode.length:
+            message = f"dataset_to_index is {episode.last}, and dataset_from_index {episode.first} plus length "
+            message += f"{episode.length} is {episode.first + episode.length}; correct it"
+            yield Finding(level="wrong", message=message, episode=episode.index, file="meta")
+        if not episode.tasks:
+            message = "its list of tasks is empty; list those of its rows"
+            yield Finding(level="wrong", message=message, episode=episode.index, file="meta")
         if not set(episode.tasks) <= set(meta.tasks.values()):
             message = f"its tasks {episode.tasks} are not all in the table of tasks; add them"
             yield Finding(level="wrong", message=message, episode=episode.index, file="meta")
@@ -119,6 +127,12 @@ def _check_meta(meta: Meta) -> Iterator[Finding]:
 
 def _check_features(meta: Meta) -> Iterator[Finding]:
     for feature in meta.features.values():
+        if not (feature.is_camera or feature.is_numeric or feature.dtype == "string"):
+            message = (
+                f"its dtype is {brief(feature.dtype)}, which is none of numbers, string, image or video; correct it"
+            )
+            yield Finding(level="wrong", message=message, feature=feature.key, file="meta/info.json")
+            continue
         reason = check_camera(feature) if feature.is_camera else ""
         if reason or not (feature.is_camera or feature.is_number or feature.dtype == "string"):
             message = reason or f"it has shape {feature.shape}, and lf reads vectors"

@@ -90,7 +90,10 @@ def check_keys(meta: Meta, cfg: LeRobotData, where: str) -> tuple[str, ...]:
     numbers = [feature.key for feature in meta.features.values() if feature.is_number]
     for field, key in fields:
         if key not in numbers:
-            have = "has no such feature" if key not in meta.features else "has it as something else than a vector"
+            feature = meta.features.get(key)
+            have = "has no such feature"
+            if feature is not None:
+                have = f"has it as something else than a vector ({feature.dtype} {list(feature.shape)})"
             raise ValueError(f"{where}.{field}: {meta.root} {have}: {key!r}; its vectors are: {', '.join(numbers)}")
     names = [signal.name for signal in cfg.extra]
     clash = sorted(_TAKEN.intersection(names) | {name for name in names if names.count(name) > 1})

@@ -107,18 +107,27 @@ def _(command: Check) -> Report:
 def _(command: Convert) -> Report:
     limits = Limits(data_mb=command.data_mb, video_mb=command.video_mb)
     of_files = {name: getattr(command, name) for name in ("fps", "task", "robot", "rename", "drop")}
-    if (command.src / "meta" / "info.json").is_file():
+    if (command.src / "meta" / "info.json").exists():
         given = [name for name, value in of_files.items() if value]
         if given:
             raise ValueError(f"{command.src} is a dataset, which has its own; leave out --{', --'.join(given)}")
         convert_dataset(command.src, command.dst, command.episodes, limits)
     else:
-        if command.fps <= 0 or command.episodes is not None:
-            raise ValueError(f"{command.src} is a folder of files, which needs --fps above 0 and takes no --episodes")
+        if command.episodes is not None:
+            raise ValueError(
+                f"{command.src} is a folder of files, each of whose episodes is taken; leave out --episodes "
+                f"{' '.join(map(str, command.episodes))}, which chooses those of a v2.1 dataset"
+            )
+        if command.fps == 0:
+            raise ValueError(f"{command.src} is a folder of files, which needs --fps above 0; give the frames a second")
         pairs = [pair.partition("=") for pair in command.rename]
         bad = [old for old, is_pair, new in pairs if not (old and is_pair and new)]
         if bad:
             raise ValueError(f"--rename {bad[0]!r} is not OLD=NEW; give two names")
+        olds = [old for old, _, _ in pairs]
+        twice = [old for old in olds if olds.count(old) > 1]
+        if twice:
+            raise ValueError(f"--rename names {twice[0]!r} twice; give it one new name")
         of_files["rename"] = {old: new for old, _, new in pairs}
         convert_files(command.src, command.dst, limits=limits, **of_files)
     meta = read_meta(command.dst)

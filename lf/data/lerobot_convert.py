@@ -7,7 +7,6 @@ episodes as groups `data/<name>`. A text named `task` is the instruction.
 Shapes: N frames of an episode, D dims, H height, W width.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lf.data.lerobot_arrays import Arrays, find_episodes, read_episodes
 from lf.data.lerobot_choose import choose_episodes
-from lf.data.lerobot_meta import V21, Meta, Recorded, episode_stats, read_meta, read_table
+from lf.data.lerobot_files import read_table
+from lf.data.lerobot_meta import V21, Meta, Recorded, episode_stats, read_meta
 from lf.data.lerobot_record import Take, write_dataset
 from lf.data.lerobot_scan import INDEXES, Scan, check_camera, scan
 from lf.data.lerobot_write import DEFAULT_LIMITS, Limits, Part, assemble
-
-SUFFIXES = (".npz", ".h5", ".hdf5")
-"""Files that hold episodes."""
 
 
 def convert_dataset(
@@ -58,13 +56,14 @@ def _parts(meta: Meta, episodes: Sequence[int]) -> Iterator[Part]:
         episode = found.episode
         table = read_table(meta.root / episode.file)
         recorded: Recorded = stats.get(episode.index, {})
+        told = tuple(meta.tasks[int(number)] for number in found.columns["task_index"][:, 0])
         yield Part(
             length=episode.length,
-            tasks=episode.tasks,
+            tasks=episode.tasks or tuple(dict.fromkeys(told)),
             table=table.select([name for name in table.column_names if name not in INDEXES]).replace_schema_metadata(
                 None
             ),
-            task_of_row=tuple(meta.tasks[int(number)] for number in found.columns["task_index"][:, 0]),
+            task_of_row=told,
             times=found.columns["timestamp"][:, 0],
             videos={key: meta.root / clip.file for key, clip in episode.clips.items()},
             stats={key: recorded[key] for key in cameras if key in recorded},
@@ -85,41 +84,51 @@ def convert_files(
     """Writes the episodes in the npz and HDF5 files of a folder, sorted by the numbers in their names, as v3.0.
 
     `rename` maps names in the files to those of features, `drop` leaves names out, `task` is the instruction of files
-    without one. Raises ValueError, with the file, for what cannot be an episode.
+    without one. Raises ValueError, with the file, for what cannot be an episode, for a name that no file has, and for
+    two arrays of one name.
     """
 
-    def key(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
-
-    files = sorted((path for path in source.iterdir() if path.suffix in SUFFIXES), key=key) if source.is_dir() else []
-    if not files:
-        raise ValueError(f"{source} is no folder with files that end in {', '.join(SUFFIXES)}; give one")
+    new, files = rename or {}, find_episodes(source)
+    both = sorted(set(new).intersection(drop))
+    if both:
+        raise ValueError(f"rename and drop both name {both[0]!r}; name it once")
+    known = {name for path in files for _, arrays in read_episodes(path) for name in arrays}
+    for field, wanted in (("rename", sorted(new)), ("drop", sorted(drop))):
+        lost = [name for name in wanted if name not in known]
+        if lost:
+            raise ValueError(
+                f"{field}: no file of {source} has an array {lost[0]!r}; they have {', '.join(sorted(known))}"
+            )
 
     def takes() -> Iterator[Take]:
         for path in files:
-            for name, arrays in _read_npz(path) if path.suffix == ".npz" else _read_hdf5(path):
-                yield _take(name, arrays, task, rename or {}, drop)
+            for where, arrays in read_episodes(path):
+                yield _take(where, arrays, task, new, drop)
 
     write_dataset(root, takes(), fps=fps, robot=robot, limits=limits)
 
 
-def _take(where: str, arrays: Mapping[str, Any], task: str, rename: Mapping[str, str], drop: Sequence[str]) -> Take:
+def _take(where: str, arrays: Arrays, task: str, rename: Mapping[str, str], drop: Sequence[str]) -> Take:
     values: dict[str, NDArray[Any]] = {}
     pictures: dict[str, NDArray[np.uint8]] = {}
-    for name, value in arrays.items():
-        if name in drop:
+    old_of: dict[str, str] = {}
+    for old, read in arrays.items():
+        if old in drop:
             continue
-        array = np.asarray(value)
+        name = rename.get(old, old)
+        if name in old_of:
+            raise ValueError(f"{where}: {old_of[name]} and {old} would both be {name}; drop one, or rename it")
+        old_of[name] = old
+        array = np.asarray(read())
         if name == "task" and array.ndim == 0:
-            text = array.item()
-            task = text.decode() if isinstance(text, bytes) else str(text)
+            task = _text(array.item(), where)
         elif array.dtype == np.uint8 and array.ndim == 4 and array.shape[3] == 3:
-            pictures[rename.get(name, name)] = array
+            pictures[name] = array
         elif array.dtype.kind in "fiub" and array.ndim in (1, 2) and not (array.dtype == np.uint8 and array.ndim == 2):
-            values[rename.get(name, name)] = array
+            values[name] = array
         else:
             raise ValueError(
-                f"{where}: {name} is {array.dtype} {array.shape}; features are numbers [N, D] and pictures uint8 "
+                f"{where}: {old} is {array.dtype} {array.shape}; features are numbers [N, D] and pictures uint8 "
                 "[N, H, W, 3], so drop or decode it"
             )
     lengths = {name: len(array) for name, array in {**values, **pictures}.items()}
@@ -129,45 +138,13 @@ def _take(where: str, arrays: Mapping[str, Any], task: str, rename: Mapping[str,
         )
     if not task:
         raise ValueError(f"{where} has no text named task; give the instruction with --task")
-    return Take(values=values, pictures=pictures, task=task)
+    return Take(values=values, pictures=pictures, task=task, source=where)
 
 
-def _read_npz(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _text(value: Any, where: str) -> str:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give an npz file of plain arrays") from error
-    yield str(path), arrays
-
-
-def _read_hdf5(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        import h5py
-    except ImportError as error:
-        raise ValueError(f"{path} is read by h5py, which is missing ({error}); install lf[hdf5]") from error
-    try:
-        with h5py.File(path, "r") as file:
-            root = file.get("data")
-            groups = (
-                {name: group for name, group in root.items() if isinstance(group, h5py.Group)}
-                if isinstance(root, h5py.Group)
-                else {}
-            )
-            names = sorted(
-                groups, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
-            )
-            for name in names or [""]:
-                yield f"{path}{name and ':data/' + name}", _datasets(groups[name] if name else file, "", h5py)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read as HDF5 ({error}); fetch it again") from error
-
-
-def _datasets(group: Any, prefix: str, h5py: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, h5py.Group):
-            found |= _datasets(value, f"{prefix}{name}.", h5py)
-        else:
-            found[f"{prefix}{name}"] = value[()]
-    return found
+        return value.decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: task is no UTF-8 text ({error}); write it anew, or drop it and give --task"
+        ) from error

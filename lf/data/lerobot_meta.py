@@ -5,16 +5,31 @@ v3.0 (files that several episodes share).
 """
 
 import itertools
-import json
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 
+from lf.data.lerobot_files import (
+    brief,
+    column_names,
+    get,
+    get_float,
+    get_int,
+    get_texts,
+    numbered,
+    place,
+    read_json,
+    read_lines,
+    read_table,
+)
+
 V21, V30 = "v2.1", "v3.0"
+
+_MOST_FPS, _MOST_DIMS = 1e6, 1 << 40
 
 STATISTICS = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99")
 """Statistics that a dataset may record of a feature."""
@@ -54,7 +69,17 @@ class Feature:
     @property
     def is_number(self) -> bool:
         """Whether a frame of it is a vector of numbers, or a number."""
-        return not self.is_camera and self.dtype != "string" and len(self.shape) == 1
+        return self.is_numeric and len(self.shape) == 1
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether its dtype is one of numbers, as numpy names them."""
+        if self.is_camera or not self.dtype.isidentifier():
+            return False
+        try:
+            return np.dtype(self.dtype).kind in "fiub"
+        except TypeError:
+            return False
 
 
 @attrs.frozen(kw_only=True)
@@ -65,6 +90,8 @@ class Clip:
     """Path of the video below the dataset."""
     start: float
     """Time of the episode's first frame in it, in seconds."""
+    end: float | None = None
+    """Time at which the episode ends in it, in seconds; None where the format does not say."""
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +106,8 @@ class Episode:
     """Its tasks."""
     first: int
     """Number of its first frame, counted over the whole dataset."""
+    last: int
+    """Number of the frame after its last one, as the metadata says it."""
     file: str
     """Path of the Parquet file, below the dataset, that should hold its rows."""
     clips: Mapping[str, Clip]
@@ -124,15 +153,9 @@ def read_meta(root: Path) -> Meta:
     file = root / "meta" / "info.json"
     info = read_json(file)
     version = info.get("codebase_version")
-    if version not in _LAYOUTS:
-        raise ValueError(f"{file}: codebase_version is {version!r}; lf reads {V21} and {V30}, so convert the dataset")
-    try:
-        fps = float(info["fps"])
-        features = {key: _feature(key, value) for key, value in info["features"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file}: fps or features are malformed ({error!r}); mend the file") from error
-    if not 0 < fps < float("inf"):
-        raise ValueError(f"{file}: fps is {info['fps']}; give the frames a second")
+    if not isinstance(version, str) or version not in _LAYOUTS:
+        raise ValueError(f"{file}: codebase_version is {brief(version)}; lf reads {V21} and {V30}, so convert it")
+    fps, features = _fps(info, file), _features(info, file)
     read_tasks, read_episodes = (_tasks_v21, _episodes_v21) if version == V21 else (_tasks_v30, _episodes_v30)
     tasks = read_tasks(root)
     if len({index for index, _ in tasks}) != len(tasks):
@@ -154,55 +177,42 @@ def read_meta(root: Path) -> Meta:
     )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises ValueError with the file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist; give the folder of a LeRobot dataset, whole") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
+def _fps(info: Mapping[str, Any], file: Path) -> float:
+    fps = info.get("fps")
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < _MOST_FPS:
+        raise ValueError(f"{file}: fps is {brief(fps)}; give the frames a second, above 0 and below {_MOST_FPS:g}")
+    return float(fps)
+
+
+def _features(info: Mapping[str, Any], file: Path) -> dict[str, Feature]:
+    stated = info.get("features")
+    if not isinstance(stated, dict):
+        raise ValueError(
+            f'{file}: features is {brief(stated)}, and must be an object such as {{"action": {{"dtype": "float32", '
+            '"shape": [6], "names": null}}; mend the file'
+        )
+    return {key: _feature(key, value, f"{file}: features.{key}") for key, value in stated.items()}
+
+
+def _feature(key: str, value: Any, where: str) -> Feature:
     if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}, and must hold an object; fetch it again")
-    return value
-
-
-def read_table(file: Path, columns: Sequence[str] | None = None) -> Any:
-    """Returns a pyarrow table of a Parquet file; raises ValueError with the file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+        raise ValueError(f"{where} is {brief(value)}, and must be an object with dtype and shape; mend the file")
+    dtype, shape = value.get("dtype"), value.get("shape")
+    if not isinstance(dtype, str):
+        raise ValueError(f"{where}.dtype is {brief(dtype)}, and must be a text such as 'float32' or 'video'; mend it")
+    if not isinstance(shape, list) or not all(isinstance(n, int) and 0 <= n < _MOST_DIMS for n in shape):
+        raise ValueError(f"{where}.shape is {brief(shape)}, and must be a list of whole numbers such as [6]; mend it")
+    info = value.get("info")
+    info = info if isinstance(info, dict) else {}
     try:
-        with pq.ParquetFile(file) as parquet:
-            missing = set(columns or ()).difference(parquet.schema_arrow.names)
-            if missing:
-                raise ValueError(f"it has no column {', '.join(sorted(missing))}")
-            return parquet.read(columns=None if columns is None else list(columns))
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist; fetch it, or leave out the episodes that need it") from None
-    except (pa.ArrowException, ValueError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as Parquet ({error}); fetch it again") from error
-
-
-def numbered(root: Path, pattern: str) -> list[Path]:
-    """Returns the files that match a glob pattern below a folder, sorted by the numbers in their names."""
-
-    def key(path: Path) -> tuple[tuple[int, str], ...]:
-        parts = re.split(r"(\d+)", path.relative_to(root).as_posix())
-        return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
-
-    return sorted(root.glob(pattern), key=key)
-
-
-def _feature(key: str, value: Mapping[str, Any]) -> Feature:
-    info = value.get("info") or {}
-    shape = tuple(int(n) for n in value["shape"])
-    names = tuple(_flat(value.get("names")))
+        names = tuple(_flat(value.get("names")))
+    except RecursionError:
+        raise ValueError(f"{where}.names is nested too deeply; give a list of texts, or null") from None
     return Feature(
         key=key,
-        dtype=str(value["dtype"]),
-        shape=shape,
-        names=names if len(names) == int(np.prod(shape)) else (),
+        dtype=dtype,
+        shape=tuple(shape),
+        names=names if len(names) == math.prod(shape) else (),
         depth=bool(info.get("video.is_depth_map") or info.get("is_depth_map")),
     )
 
@@ -215,24 +225,9 @@ def _flat(names: Any) -> list[str]:
     return [] if names is None else [str(names)]
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error}); fetch it") from error
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                found.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}:{number} is not a JSON object ({error}); fetch the file again") from error
-    return found
-
-
 def _tasks_v21(root: Path) -> list[tuple[int, str]]:
     file = root / "meta" / "tasks.jsonl"
-    return [(int(_get(line, "task_index", file)), str(_get(line, "task", file))) for line in _lines(file)]
+    return [(get_int(line, "task_index", file), _task(get(line, "task", file), file)) for line in read_lines(file)]
 
 
 def _tasks_v30(root: Path) -> list[tuple[int, str]]:
@@ -242,50 +237,46 @@ def _tasks_v30(root: Path) -> list[tuple[int, str]]:
     texts = [name for name in table.column_names if name != "task_index"]
     if "task_index" not in table.column_names or len(texts) != 1:
         raise ValueError(f"{file} has columns {table.column_names}; it must have task_index and one of texts")
-    return list(zip(map(int, table["task_index"].to_pylist()), map(str, table[texts[0]].to_pylist()), strict=True))
+    return [
+        (get_int(row, "task_index", file), _task(row[texts[0]], file))
+        for row in table.select(["task_index", texts[0]]).to_pylist()
+    ]
 
 
-def _get(row: Mapping[str, Any], key: str, file: Path) -> Any:
-    if key not in row or row[key] is None:
-        raise ValueError(f"{file}: a row has no {key} (it has {', '.join(row)}); fetch the file again")
-    return row[key]
+def _task(text: Any, file: Path) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{file}: a task is {brief(text)}, and must be a text; mend it")
+    return text
 
 
-def place(template: Any, file: Path, **fields: Any) -> str:
-    """Returns the path, below the dataset, that a template of info.json gives; raises ValueError if it leads out."""
-    try:
-        path = str(template).format(**fields)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file}: the path template {template!r} is malformed ({error!r}); mend it") from error
-    return inside(path, f"{file}: the path template {template!r}")
-
-
-def inside(path: str, where: str) -> str:
-    """Returns a path below the dataset; raises ValueError with `where` for one that leads outside it."""
-    parts = PurePosixPath(path)
-    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
-        raise ValueError(f"{where} leads to {path!r}, outside the dataset; mend it")
-    return str(parts)
-
-
-def _templates(root: Path, info: Mapping[str, Any]) -> tuple[Path, str, str]:
+def _templates(root: Path, info: Mapping[str, Any], videos: Sequence[str]) -> tuple[Path, Any, Any]:
     data, video = _LAYOUTS[info["codebase_version"]]
-    return root / "meta" / "info.json", info.get("data_path") or data, info.get("video_path") or video
+    source, video = root / "meta" / "info.json", info.get("video_path") or video
+    if len(videos) > 1 and "{video_key}" not in str(video):
+        raise ValueError(
+            f"{source}: video_path is {brief(video)}, which is one file for all {len(videos)} cameras; put "
+            "{video_key} into it"
+        )
+    return source, info.get("data_path") or data, video
 
 
 def _episodes_v21(root: Path, info: Mapping[str, Any], features: Mapping[str, Feature]) -> Iterable[Episode]:
     file = root / "meta" / "episodes.jsonl"
-    source, data, video = _templates(root, info)
     videos = [key for key, feature in features.items() if feature.dtype == "video"]
+    source, data, video = _templates(root, info, videos)
+    chunk = info.get("chunks_size") or 1000
+    if not isinstance(chunk, int) or not 0 < chunk < _MOST_DIMS:
+        raise ValueError(f"{source}: chunks_size is {brief(chunk)}, and must be a whole number above 0; mend it")
     first = 0
-    for row in sorted(_lines(file), key=lambda row: int(_get(row, "episode_index", file))):
-        index, length = int(row["episode_index"]), int(_get(row, "length", file))
-        at = {"episode_index": index, "episode_chunk": index // int(info.get("chunks_size") or 1000)}
+    for row in sorted(read_lines(file), key=lambda row: get_int(row, "episode_index", file)):
+        index, length = get_int(row, "episode_index", file), get_int(row, "length", file)
+        at = {"episode_index": index, "episode_chunk": index // chunk}
         yield Episode(
             index=index,
             length=length,
-            tasks=tuple(map(str, row.get("tasks") or ())),
+            tasks=get_texts(row, "tasks", file),
             first=first,
+            last=first + length,
             file=place(data, source, **at),
             clips={key: Clip(file=place(video, source, video_key=key, **at), start=0.0) for key in videos},
         )
@@ -293,23 +284,25 @@ def _episodes_v21(root: Path, info: Mapping[str, Any], features: Mapping[str, Fe
 
 
 def _episodes_v30(root: Path, info: Mapping[str, Any], features: Mapping[str, Feature]) -> Iterable[Episode]:
-    source, data, video = _templates(root, info)
     videos = [key for key, feature in features.items() if feature.dtype == "video"]
+    source, data, video = _templates(root, info, videos)
     files = numbered(root, "meta/episodes/*/*.parquet")
     if not files:
         raise ValueError(f"{root / 'meta' / 'episodes'} has no Parquet file; fetch it")
     for file in files:
-        for row in read_table(file, [name for name in _columns(file) if not name.startswith("stats/")]).to_pylist():
+        for row in read_table(file, [name for name in column_names(file) if not name.startswith("stats/")]).to_pylist():
             yield Episode(
-                index=int(_get(row, "episode_index", file)),
-                length=int(_get(row, "length", file)),
-                tasks=tuple(map(str, row.get("tasks") or ())),
-                first=int(_get(row, "dataset_from_index", file)),
+                index=get_int(row, "episode_index", file),
+                length=get_int(row, "length", file),
+                tasks=get_texts(row, "tasks", file),
+                first=get_int(row, "dataset_from_index", file),
+                last=get_int(row, "dataset_to_index", file),
                 file=place(data, source, **_pointer(row, "data", file)),
                 clips={
                     key: Clip(
                         file=place(video, source, video_key=key, **_pointer(row, f"videos/{key}", file)),
-                        start=float(_get(row, f"videos/{key}/from_timestamp", file)),
+                        start=get_float(row, f"videos/{key}/from_timestamp", file),
+                        end=get_float(row, f"videos/{key}/to_timestamp", file),
                     )
                     for key in videos
                 },
@@ -317,17 +310,7 @@ def _episodes_v30(root: Path, info: Mapping[str, Any], features: Mapping[str, Fe
 
 
 def _pointer(row: Mapping[str, Any], prefix: str, file: Path) -> dict[str, int]:
-    return {name: int(_get(row, f"{prefix}/{name}", file)) for name in ("chunk_index", "file_index")}
-
-
-def _columns(file: Path) -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return list(pq.read_schema(file).names)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file} cannot be read as Parquet ({error}); fetch it again") from error
+    return {name: get_int(row, f"{prefix}/{name}", file) for name in ("chunk_index", "file_index")}
 
 
 Recorded = Mapping[str, Mapping[str, np.ndarray[Any, np.dtype[Any]]]]
@@ -338,17 +321,17 @@ def episode_stats(meta: Meta) -> dict[int, Recorded]:
     """Returns the statistics that the dataset records of each episode; empty for an episode without any."""
     if meta.version == V21:
         file = meta.root / "meta" / "episodes_stats.jsonl"
-        return {int(_get(row, "episode_index", file)): _arrays(_get(row, "stats", file)) for row in _lines(file)}
+        return {get_int(row, "episode_index", file): _arrays(get(row, "stats", file), file) for row in read_lines(file)}
     found: dict[int, Recorded] = {}
     for file in numbered(meta.root, "meta/episodes/*/*.parquet"):
-        names = [name for name in _columns(file) if name.startswith("stats/")]
+        names = [name for name in column_names(file) if name.startswith("stats/")]
         for row in read_table(file, ["episode_index", *names]).to_pylist():
             stats: dict[str, dict[str, Any]] = {}
             for name in names:
                 feature, statistic = name.removeprefix("stats/").rsplit("/", 1)
                 if row[name] is not None:
                     stats.setdefault(feature, {})[statistic] = row[name]
-            found[int(row["episode_index"])] = _arrays(stats)
+            found[get_int(row, "episode_index", file)] = _arrays(stats, file)
     return found
 
 
@@ -359,7 +342,8 @@ def recorded_stats(meta: Meta, episodes: Sequence[int] | None = None) -> Recorde
     episodes, and some squared pixels in 8 bits. lf trains on statistics of its own. Raises ValueError without any.
     """
     if meta.version == V30:
-        return _arrays(read_json(meta.root / "meta" / "stats.json"))
+        file = meta.root / "meta" / "stats.json"
+        return _arrays(read_json(file), file)
     every = episode_stats(meta)
     missing = [index for index in (meta.episodes if episodes is None else episodes) if index not in every]
     if missing:
@@ -367,7 +351,13 @@ def recorded_stats(meta: Meta, episodes: Sequence[int] | None = None) -> Recorde
             f"{meta.root / 'meta' / 'episodes_stats.jsonl'} has no statistics of {len(missing)} episodes, such as "
             f"{missing[:5]}"
         )
-    return merge_recorded([every[index] for index in (meta.episodes if episodes is None else episodes)])
+    try:
+        return merge_recorded([every[index] for index in (meta.episodes if episodes is None else episodes)])
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{meta.root / 'meta' / 'episodes_stats.jsonl'}: statistics of episodes do not fit together ({error}); "
+            "compute them again"
+        ) from error
 
 
 def merge_recorded(parts: Sequence[Recorded]) -> Recorded:
@@ -394,8 +384,19 @@ def merge_recorded(parts: Sequence[Recorded]) -> Recorded:
     return merged
 
 
-def _arrays(stats: Mapping[str, Mapping[str, Any]]) -> Recorded:
+def _arrays(stats: Any, file: Path) -> Recorded:
+    def array(key: str, name: str, value: Any) -> np.ndarray[Any, np.dtype[Any]]:
+        try:
+            found = np.asarray(value)
+        except ValueError:
+            found = np.array("")
+        if found.dtype.kind not in "fiub":
+            raise ValueError(f"{file}: the {name} of {key} is {brief(value)}, and must be numbers; compute it again")
+        return found
+
+    if not isinstance(stats, dict) or not all(isinstance(one, dict) for one in stats.values()):
+        raise ValueError(f"{file}: the statistics are {brief(stats)}, and must be an object for each feature; mend it")
     return {
-        key: {name: np.asarray(value) for name, value in one.items() if name in STATISTICS}
+        key: {name: array(key, name, value) for name, value in one.items() if name in STATISTICS}
         for key, one in stats.items()
     }

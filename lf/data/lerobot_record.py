@@ -14,7 +14,16 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.lerobot_write import DEFAULT_LIMITS, INDEX_TYPES, QUANTILES, Limits, Part, assemble
+from lf.data.lerobot_write import (
+    DEFAULT_LIMITS,
+    INDEX_TYPES,
+    QUANTILES,
+    Limits,
+    Part,
+    assemble,
+    check_finite,
+    check_text,
+)
 from lf.data.video import Pixels, write_video
 
 _SAMPLED = 100
@@ -30,6 +39,8 @@ class Take:
     """N frames [H, W, 3] (RGB) of each camera."""
     task: str
     """The instruction."""
+    source: str = ""
+    """What errors call it besides its number, such as its file."""
 
 
 def write_dataset(
@@ -53,13 +64,12 @@ def write_dataset(
 
     def parts(work: Path) -> Iterator[Part]:
         for number, take in enumerate(takes):
-            part, features = _encode(work, number, take, Fraction(fps).limit_denominator(100_000), codec, crf)
+            where = f"{take.source}, episode {number}" if take.source else f"episode {number}"
+            part, features = _encode(work, number, where, take, Fraction(fps).limit_denominator(100_000), codec, crf)
             for key, feature in features.items():
                 feature["names"] = list(with_names[key]) if key in with_names else feature["names"]
             if shapes and features != shapes:
-                raise ValueError(
-                    f"episode {number} has features {features}, and those before {shapes}; make them alike"
-                )
+                raise ValueError(f"{where} has features {features}, and those before {shapes}; make them alike")
             shapes.update(features)
             yield part
 
@@ -89,20 +99,24 @@ def picture_stats(counts: NDArray[np.int64], frames: int) -> dict[str, NDArray[A
 
 
 def _encode(
-    work: Path, number: int, take: Take, fps: Fraction, codec: str, crf: int
+    work: Path, number: int, where: str, take: Take, fps: Fraction, codec: str, crf: int
 ) -> tuple[Part, dict[str, dict[str, Any]]]:
     """Returns an episode with its videos in `work`, and its features as info.json states them."""
+    check_text(take.task, f"{where}: task")
+    for key in (*take.values, *take.pictures):
+        _check_name(key, where)
+    twice = sorted(take.values.keys() & take.pictures.keys())
+    if twice:
+        raise ValueError(f"{where}: {twice[0]} is a feature of numbers and a camera; give each its own name")
     lengths = {key: len(values) for key, values in take.values.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"episode {number}: its features have {lengths or 'no'} frames; they must have as many")
+        raise ValueError(f"{where}: its features have {lengths or 'no'} frames; they must have as many")
     length = next(iter(lengths.values()))
-    table, features = _table(number, take)
+    table, features = _table(where, take)
     videos, stats = {}, {}
     for key, frames in take.pictures.items():
         videos[key] = work / f"{key}.{number}.mp4"
-        stats[key], features[key] = _encode_camera(
-            videos[key], frames, length, fps, codec, crf, f"episode {number}, {key}"
-        )
+        stats[key], features[key] = _encode_camera(videos[key], frames, length, fps, codec, crf, f"{where}, {key}")
     part = Part(
         length=length,
         tasks=(take.task,),
@@ -115,17 +129,27 @@ def _encode(
     return part, features
 
 
-def _table(number: int, take: Take) -> tuple[Any, dict[str, dict[str, Any]]]:
+def _check_name(key: str, where: str) -> None:
+    if key in INDEX_TYPES or key in ("", ".", "..") or "/" in key or "\0" in key:
+        raise ValueError(
+            f"{where}, {key}: a feature cannot be called that, as it names a folder: it may not be empty, . or .., "
+            f"have a '/', or be one of {', '.join(INDEX_TYPES)}; rename or drop it"
+        )
+    check_text(key, f"{where}: the name of a feature")
+
+
+def _table(where: str, take: Take) -> tuple[Any, dict[str, dict[str, Any]]]:
     import pyarrow as pa
 
     columns, features = {}, {}
     for key, values in take.values.items():
-        if key in INDEX_TYPES or "/" in key or values.ndim not in (1, 2) or values.dtype.kind not in "fiub":
+        if values.ndim not in (1, 2) or 0 in values.shape[1:] or values.dtype.kind not in "fiub":
             raise ValueError(
-                f"episode {number}, {key}: {values.dtype} {values.shape} cannot be a feature; it must be numbers [N, D]"
-                f" or [N], under a name without '/' that is none of {', '.join(INDEX_TYPES)}"
+                f"{where}, {key}: {values.dtype} {values.shape} cannot be a feature; it must be numbers [N, D] or [N]"
             )
-        flat = values.astype(np.float32) if values.dtype.kind == "f" else values
+        with np.errstate(over="ignore"):  # what overflows is refused with its place
+            flat = values.astype(np.float32) if values.dtype.kind == "f" else values
+        check_finite(flat, f"{where}, {key}")
         dims = flat.shape[1] if flat.ndim == 2 else 1
         array = pa.array(np.ascontiguousarray(flat).reshape(-1))
         columns[key] = array if dims == 1 else pa.FixedSizeListArray.from_arrays(array, dims)

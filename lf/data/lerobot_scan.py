@@ -12,8 +12,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.lerobot_meta import V21, Episode, Feature, Meta, numbered, read_table
+from lf.data.lerobot_files import numbered, read_table
+from lf.data.lerobot_meta import V21, Episode, Feature, Meta
+from lf.data.lerobot_spans import Place, places, span_faults
 from lf.data.picture import picture_fault
+from lf.data.regular import kind_fault
 from lf.data.video import Decoder, VideoIndex, index_video, nearest
 
 Level = Literal["fatal", "wrong", "note"]
@@ -88,7 +91,7 @@ def scan(want: Scan, episodes: Sequence[int]) -> Iterator[Scanned]:
     videos = tuple(key for key in want.cameras if want.meta.features[key].dtype == "video")
     columns = (*INDEXES, *(key for key in want.keys if key not in INDEXES), *pictures)
     read = functools.lru_cache(maxsize=2)(functools.partial(_rows_of_file, want.meta, columns))
-    files = locate(want.meta, episodes)
+    files, spans = locate(want.meta, episodes), places(want.meta, videos, episodes)
     for number in episodes:
         episode = want.meta.episodes[number]
         table, findings = _rows_of_episode(want.meta, episode, files[number], read)
@@ -104,7 +107,7 @@ def scan(want: Scan, episodes: Sequence[int]) -> Iterator[Scanned]:
                     values |= _column(table[key], want.meta, key, episode, findings)
             findings += _check_rows(want, episode, values)
         for key in videos:
-            found = _clip(want, episode, key, values.get("timestamp"), index, findings)
+            found = _clip(want, episode, key, values.get("timestamp"), spans[key, number], index, findings)
             ticks |= {} if found is None else {key: found}
         yield Scanned(episode=episode, columns=values, pictures=images, ticks=ticks, findings=tuple(findings))
 
@@ -144,18 +147,19 @@ def _rows_of_file(meta: Meta, columns: tuple[str, ...], file: str) -> Any:
 
 def _rows_of_episode(meta: Meta, episode: Episode, file: str, read: Callable[[str], Any]) -> tuple[Any, list[Finding]]:
     """Returns the rows of a file that carry the episode's number, and what is wrong with them as a whole."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     def fault(level: Level, message: str) -> Finding:
         return Finding(level=level, message=message, episode=episode.index, file=episode.file)
 
-    if not (meta.root / file).is_file():
+    if not (meta.root / file).exists():
         return None, [fault("fatal", "the file of its rows is not there; fetch it, or leave the episode out")]
     try:
         table = read(file)
-    except ValueError as error:
+        found = table.filter(pc.equal(table["episode_index"], episode.index))
+    except (ValueError, pa.ArrowException) as error:
         return None, [fault("fatal", str(error))]
-    found = table.filter(pc.equal(table["episode_index"], episode.index))
     if len(found) != episode.length:
         message = f"the table of episodes says {episode.length} frames, and there are {len(found)} rows"
         return None, [fault("fatal", f"{message}; fetch the file again, or leave the episode out")]
@@ -168,20 +172,39 @@ def _column(column: Any, meta: Meta, key: str, episode: Episode, findings: list[
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    column = column.combine_chunks()
-    kind, feature = column.type, meta.features.get(key)
-    nested = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)
-    flat = column.flatten() if nested else column
-    dims = feature.shape[0] if feature and feature.shape else 1
-    wrong = column.null_count or flat.null_count or len(flat) != len(column) * dims
-    ragged = nested and not wrong and np.any(np.asarray(pc.list_value_length(column)) != dims)
-    if wrong or ragged or not pa.types.is_primitive(flat.type):
-        message = f"its rows are not all {dims} numbers (type {kind}); mend the file, or leave the episode out"
+    def fault(message: str) -> Columns:
         findings.append(Finding(level="fatal", message=message, episode=episode.index, feature=key, file=episode.file))
         return {}
-    values = flat.to_numpy(zero_copy_only=False)
+
+    column = column.combine_chunks()
+    kind, feature = column.type, meta.features.get(key)
+    if feature is not None and not feature.is_number:
+        return fault(f"info.json says {feature.dtype} {list(feature.shape)}, and it must be a vector of numbers")
+    nested = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)
+    flat = column.flatten() if nested else column
+    dims = feature.shape[0] if feature else 1
+    wrong = column.null_count or flat.null_count or len(flat) != len(column) * dims
+    ragged = nested and not wrong and np.any(np.asarray(pc.list_value_length(column)) != dims)
+    is_number = pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type) or pa.types.is_boolean(flat.type)
+    if wrong or ragged or not is_number:
+        return fault(
+            f"its rows are not all {dims} numbers (type {kind}); mend the file, or leave the episode out",
+        )
+    values = flat.to_numpy(zero_copy_only=False).reshape(len(column), dims)
     dtype = np.dtype(feature.dtype) if feature else values.dtype
-    return {key: values.astype(np.float32 if dtype.kind == "f" else dtype, copy=False).reshape(len(column), dims)}
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):  # what overflows is found as a number that is not finite
+            return {key: values.astype(np.float32, copy=False)}
+    with np.errstate(invalid="ignore"):
+        exact = values.astype(dtype, copy=False)
+    changed = np.argwhere(exact != values)
+    if len(changed):
+        frame, dim = changed[0]
+        return fault(
+            f"its rows are {values.dtype}, and info.json says {dtype}, which would make {values[frame, dim]} of frame "
+            f"{frame}, dim {dim}, {exact[frame, dim]}; correct the dtype in info.json"
+        )
+    return {key: exact}
 
 
 def _check_rows(want: Scan, episode: Episode, columns: Columns) -> Iterator[Finding]:
@@ -251,6 +274,7 @@ def _clip(
     episode: Episode,
     key: str,
     times: NDArray[Any] | None,
+    place: Place,
     index: Callable[[Path], VideoIndex],
     findings: list[Finding],
 ) -> NDArray[np.int64] | None:
@@ -259,7 +283,11 @@ def _clip(
     def add(level: Level, message: str) -> None:
         findings.append(Finding(level=level, message=message, episode=episode.index, feature=key, file=clip.file))
 
-    if not (want.meta.root / clip.file).is_file():
+    wrong = kind_fault(want.meta.root / clip.file)
+    if wrong:
+        add("fatal", wrong)
+        return None
+    if not (want.meta.root / clip.file).exists():
         add("fatal", "the video is not there; fetch it, or leave the episode or the camera out")
         return None
     try:
@@ -289,6 +317,11 @@ def _clip(
     spanned = int(found[-1] - found[0]) + 1
     if spanned != episode.length or np.any(np.diff(found) != 1):
         add("fatal", f"the video has {spanned} frames for the {episode.length} rows of the table; record it again")
+        return None
+    spans = span_faults(want.meta, key, episode.index, place, video, int(found[0]))
+    for level, message in spans:
+        add(level, message)
+    if any(level == "fatal" for level, _ in spans):
         return None
     ticks = video.pts[found]
     if want.decode != "none":

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from lf.data.cache import build_once, key_of
 from lf.data.files import TextFile, file_digests
 from lf.data.lerobot_scan import Scan, Scanned, locate, scan
+from lf.data.lerobot_spans import places
 from lf.data.picture import decode_picture
 from lf.data.video import Decoders, Pixels
 
-_FORMAT = 1
+_FORMAT = 2
 _ENDS = 1 << 16
 _SHOWN = 5
 _SETTLED_NS = 2_000_000_000
@@ -68,6 +69,7 @@ def content_key(want: Scan, episodes: Sequence[int], cache_dir: Path) -> str:
         [attrs.asdict(meta.features[key]) for key in (*want.keys, *want.cameras)],
         [attrs.asdict(episode) for episode in chosen],
         [data, file_digests(listed, cache_dir) if listed else []],
+        [[key, number, attrs.astuple(place)] for (key, number), place in places(meta, want.cameras, episodes).items()],
         [videos, _ends_of([meta.root / file for file in videos], cache_dir)],
     )
 

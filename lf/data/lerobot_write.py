@@ -16,7 +16,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.lerobot_meta import STATISTICS, V30, Recorded, merge_recorded, place
+from lf.data.lerobot_files import place
+from lf.data.lerobot_meta import STATISTICS, V30, Recorded, merge_recorded
 from lf.data.video import append_videos, joinable
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -47,6 +48,8 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+
+_SLOWEST, _FASTEST = 1e-3, 1e3
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -80,8 +83,16 @@ def assemble(
 ) -> None:
     """Writes what `parts(folder for temporary files)` yields as a dataset whose info.json has `features`.
 
-    `features` are looked at when all parts are there. `root` appears whole or not at all.
+    `features` are looked at when all parts are there. `root` appears whole or not at all. Raises ValueError, with the
+    values, for what a reader would refuse.
     """
+    # Times are held to 0.1 ms: frames that are closer than 1 ms could hardly be told apart.
+    if not _SLOWEST <= fps <= _FASTEST:
+        raise ValueError(f"{root}: fps is {fps:g}; give the frames a second, from {_SLOWEST:g} to {_FASTEST:g}")
+    for name, size in (("data_mb", limits.data_mb), ("video_mb", limits.video_mb), ("chunk", limits.chunk)):
+        if not 0 < size < float("inf"):
+            raise ValueError(f"{root}: {name} is {size:g}; it must be a number above 0")
+    check_text(robot, f"{root}: robot")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise ValueError(f"{root} is there already; give a folder that is not, so that nothing is mixed up")
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +109,26 @@ def assemble(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_text(text: str, where: str) -> None:
+    """Raises ValueError for what is no UTF-8 text, as terminals pass on bytes of another alphabet."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is {text!a}, which is no UTF-8 text ({error.reason}); write it anew") from None
+
+
+def check_finite(values: NDArray[Any], where: str) -> None:
+    """Raises ValueError for numbers [N, D] or [N] that are not all finite."""
+    wide = values.reshape(len(values), -1)
+    bad = np.argwhere(~np.isfinite(wide))
+    if len(bad):
+        frame, dim = bad[0].tolist()
+        raise ValueError(
+            f"{where}: dim {dim} is {wide[frame, dim]} at frame {frame}, as {values.dtype} "
+            f"({len(set(bad[:, 0].tolist()))} such frames); mend them, or leave the episode or the feature out"
+        )
+
+
 def _write(
     root: Path, parts: Iterator[Part], features: Mapping[str, Any], fps: float, robot: str, limits: Limits
 ) -> None:
@@ -111,7 +142,8 @@ def _write(
         for number, part in enumerate(parts):
             if part.length < 1:
                 raise ValueError(f"episode {number} has no frame; leave it out")
-            for task in (*part.tasks, *part.task_of_row):
+            for task in dict.fromkeys((*part.tasks, *part.task_of_row)):
+                check_text(task, f"episode {number}: task")
                 tasks.setdefault(task, len(tasks))
             table, columns = _numbered(part, number, first, [tasks[task] for task in part.task_of_row])
             row: dict[str, Any] = {"episode_index": number, "tasks": list(part.tasks), "length": part.length}
@@ -119,6 +151,7 @@ def _write(
             row |= {"dataset_from_index": first, "dataset_to_index": first + part.length}
             row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
             for key, values in columns.items():
+                check_finite(values, f"episode {number}, {key}")
                 kept.setdefault(key, []).append(values)
                 row |= {f"stats/{key}/{name}": value.tolist() for name, value in number_stats(values).items()}
             for key, stats in part.stats.items():

@@ -15,6 +15,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from lf.data.regular import kind_fault
+
 Pixels = NDArray[np.uint8]
 
 _OPEN_FILES = 16
@@ -57,6 +59,9 @@ def index_video(path: Path) -> VideoIndex:
     The container lists where every packet lies, and one that ends beyond the end of the file is missing.
     """
     av = import_av()
+    fault = kind_fault(path)
+    if fault:
+        raise ValueError(f"{path}: {fault}")
     size = path.stat().st_size
     try:
         with av.open(str(path)) as file:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -101,6 +102,26 @@ def told(error: Exception) -> str:
     if not text or isinstance(error, (KeyError, AttributeError, TypeError, MemoryError)):
         return f"{type(error).__name__}: {text}"
     return text
+
+
+_LOST = re.compile(
+    r"gloo.*(?:[Cc]onnection (?:closed|reset|refused|timed out)|[Bb]roken pipe|[Rr]ead error|[Ww]rite error)"
+    r"|(?:[Cc]onnection (?:closed|reset)|[Bb]roken pipe).*(?:by|from) (?:remote )?peer"
+    r"|NCCL.*remote process (?:has )?exited",
+    re.DOTALL,
+)
+
+
+def lost(error: BaseException) -> str:
+    """Returns what to tell of an error by which torch.distributed says that another rank is gone; empty for others."""
+    if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
+        return ""
+    first = re.sub(r"^\[\S*/(\S+)\] ", r"\1: ", str(error)).split(". ")[0].splitlines()[0]
+    return (
+        f"another rank is gone, and the ranks cannot go on without it ({first}). If it printed an error, that is why; "
+        "if not, it was killed, by hand or for want of memory. torchrun's report has its number. What was saved is "
+        "whole, and the same command goes on from there"
+    )
 
 
 @contextlib.contextmanager
