@@ -1,7 +1,9 @@
 """Balance: every cap holds, loads are near the least possible, and costs are what a fit of measured times says."""
 
 import itertools
+import json
 import math
+from typing import Any
 
 import attrs
 import numpy as np
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from lf.models.decoder_facts import decoder_flops
 from lf.models.media import Media, media_flops
 from lf.models.parts import Attention
+from lf.models.work import media_work, pack_work, pairs
 from lf.plan.balance import Caps, Item, Spread, by_turns, evenness, groups, lower_bound, spread
-from lf.plan.work import KINDS, Rates, even_rates, fit, media_work, pack_work, pairs
-from scripts.benchmarks.balance import TRACES, BalanceBench, compared, greedy
+from lf.plan.work import even_rates, fit, seconds
+from scripts.benchmarks.balance import TRACES, BalanceBench, compare_balance, compared, greedy
 from tests.cases import DENSE
 from tests.moe_cases import SOFTMAX
 from tests.vlm_cases import MODELS
@@ -117,68 +120,58 @@ def test_pairs_are_those_of_the_mask(lengths: list[int], window: int) -> None:
 
 
 @pytest.mark.parametrize("cfg", [DENSE, attrs.evolve(DENSE, experts=SOFTMAX)])
-def test_the_work_of_one_document_is_the_operations_of_the_decoder(cfg: object) -> None:
-    work = dict(zip(KINDS, pack_work(cfg, [48]), strict=True))  # type: ignore[arg-type]
-    assert math.isclose(
-        work["matrices"] + work["experts"] + work["causal"],
-        decoder_flops(cfg, 1, 48),  # type: ignore[arg-type]
-        rel_tol=1e-12,
-    )
+def test_the_work_of_one_document_is_the_operations_of_the_decoder(cfg: Any) -> None:
+    work = pack_work(cfg, [48])
+    assert math.isclose(work["matrices"] + work["experts"] + work["causal"], decoder_flops(cfg, 1, 48), rel_tol=1e-12)
     assert bool(work["experts"]) == (cfg is not DENSE)
 
 
 def test_a_window_and_short_documents_make_attention_cheaper() -> None:
     assert isinstance(DENSE.attention, Attention)
-    layers = DENSE.layers
     windowed = attrs.evolve(DENSE, attention=attrs.evolve(DENSE.attention, window=8, window_layers=(0,)))
-    whole, cut = (dict(zip(KINDS, pack_work(cfg, [64]), strict=True)) for cfg in (DENSE, windowed))
-    assert cut["causal"] == pytest.approx(whole["causal"] * (layers - 1) / layers)
-    assert cut["window"] == pytest.approx(whole["causal"] / layers * pairs([64], 8) / pairs([64]))
-    halves = dict(zip(KINDS, pack_work(DENSE, [32, 32]), strict=True))
+    whole, cut, halves = pack_work(DENSE, [64]), pack_work(windowed, [64]), pack_work(DENSE, [32, 32])
+    assert cut["causal"] == pytest.approx(whole["causal"] * (DENSE.layers - 1) / DENSE.layers)
+    assert cut["window"] == pytest.approx(whole["causal"] / DENSE.layers * pairs([64], 8) / pairs([64]))
     assert halves["matrices"] == whole["matrices"]
     assert halves["causal"] < whole["causal"] / 1.9
 
 
 def test_an_image_takes_what_its_tower_does() -> None:
-    cfg = MODELS["windows"]
-    image = Media(grids=((1, 4, 6),))
+    cfg, image = MODELS["windows"], Media(grids=((1, 4, 6),))
     work = media_work(cfg, image)
-    assert even_rates(2.0).seconds(work) == pytest.approx(media_flops(cfg, image) / 2e12)
-    assert dict(zip(KINDS, work, strict=True))["patches"] == 24
+    assert seconds(even_rates(2.0), work) == pytest.approx(media_flops(cfg, image) / 2e12)
+    assert work["patches"] == 24
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_fit_finds_the_rates_of_measured_steps(ranks: int) -> None:
-    true = Rates(calls=3e-3, matrices=1e-12, experts=4e-12, causal=6e-12)
-    cfg, rng = attrs.evolve(DENSE, experts=attrs.evolve(SOFTMAX, top_k=1)), np.random.default_rng(1)
-    cfgs = [cfg, DENSE]
-    work = np.zeros((60, ranks, len(KINDS)))
-    for n, rank in np.ndindex(60, ranks):
-        lengths = rng.integers(100, 4000, rng.integers(1, 8)).tolist()
-        work[n, rank] = pack_work(cfgs[n % 2], lengths)
-    seconds = np.array([max(true.seconds(row) for row in step) for step in work])
-    found = fit(work, seconds)
-    for name, value in attrs.asdict(true).items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-4, abs=1e-15), name
-    noisy = fit(work, seconds * rng.normal(1.0, 0.02, len(seconds)))
-    predicted = np.array([max(noisy.seconds(row) for row in step) for step in work])
-    assert np.abs(predicted / seconds - 1).mean() < 0.02
+    true = {"calls": 3e-3, "matrices": 1e-12, "experts": 4e-12, "causal": 6e-12}
+    cfgs, rng = [attrs.evolve(DENSE, experts=attrs.evolve(SOFTMAX, top_k=1)), DENSE], np.random.default_rng(1)
+    work = [
+        [pack_work(cfgs[n % 2], rng.integers(100, 4000, rng.integers(1, 8)).tolist()) for _ in range(ranks)]
+        for n in range(60)
+    ]
+    times = np.array([max(seconds(true, one) for one in step) for step in work])
+    found = fit(work, times.tolist())
+    assert found.keys() == true.keys()
+    for name, value in true.items():
+        assert found[name] == pytest.approx(value, rel=1e-4), name
+    noisy = fit(work, (times * rng.normal(1.0, 0.02, len(times))).tolist())
+    predicted = np.array([max(seconds(noisy, one) for one in step) for step in work])
+    assert np.abs(predicted / times - 1).mean() < 0.02
 
 
 def test_a_rate_is_never_negative() -> None:
-    work = np.zeros((8, 1, len(KINDS)))
-    work[:, 0, 0] = 1.0
-    work[:, 0, 1] = np.arange(8)
-    assert fit(work, 10.0 - np.arange(8)) == Rates(calls=pytest.approx(6.5))
+    work = [[{"calls": 1.0, "matrices": float(n)}] for n in range(8)]
+    assert fit(work, [10.0 - n for n in range(8)]) == {"calls": pytest.approx(6.5), "matrices": 0.0}
 
 
-def test_kinds_that_grow_together_are_refused_with_the_cure() -> None:
-    work = np.zeros((8, 1, len(KINDS)))
-    work[:, 0, 1] = work[:, 0, 2] = np.arange(8)
-    with pytest.raises(ValueError, match="matrices, experts apart; measure packs of more different lengths"):
-        fit(work, np.arange(8.0))
-    with pytest.raises(ValueError, match=r"give \[N, R, 7\]"):
-        fit(work[:, 0], np.arange(8.0))
+def test_measurements_that_say_too_little_are_refused_with_the_cure() -> None:
+    work = [[{"matrices": float(n), "experts": 2.0 * n}] for n in range(8)]
+    with pytest.raises(ValueError, match="experts, matrices apart; measure packs of more different lengths"):
+        fit(work, [float(n) for n in range(8)])
+    with pytest.raises(ValueError, match=r"2 times for 8 steps of \[1\] ranks; give a time for each step"):
+        fit(work, [1.0, 2.0])
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -192,3 +185,15 @@ def test_the_greedy_keeps_the_length_of_ranks_in_bounds_where_it_can() -> None:
     packs = items([9, 8, 7, 1, 1, 1])
     found = greedy(packs, 2, 1, [[0, 1, 2, 3, 4, 5]], ratio=1.2)
     assert max(sum(packs[i].tokens for i in own) for own in groups(found, 2)) <= 1.2 * 27 / 2
+
+
+def test_the_benchmark_prints_a_line_for_each_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    args = BalanceBench(ranks=2, micro=2, rows=2, steps=2)
+    assert compare_balance(args) == 0
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert "2 ranks, 2 micro-batches of 2 samples" in head
+    assert [line[:18].strip() for line in lines] == list(TRACES)
+    assert compare_balance(attrs.evolve(args, json=True)) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["trace"] for line in found] == list(TRACES)
+    assert all(turns >= ours >= 1 - 1e-9 for turns, _, ours in (line["over_bound"] for line in found))

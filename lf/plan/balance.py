@@ -1,6 +1,7 @@
 """Which rank and micro-batch gets which pack, and which rank encodes which image: even loads, planned from costs alone.
 
-The costs are known before anything is read (`lf.plan.work`), every rank makes the same plan, and no data is moved.
+The costs are known before anything is read (`lf.models.work`, `lf.plan.work`), every rank makes the same plan, and no
+data is moved.
 """
 
 from collections.abc import Sequence

@@ -10,8 +10,9 @@ from lf.models.decoder import DecoderConfig
 from lf.models.llm.qwen import qwen3_8b
 from lf.models.media import Media
 from lf.models.vlms.qwen_vl import qwen2_5_vl_7b
+from lf.models.work import media_work, pack_work
 from lf.plan.balance import Evenness, Item, Spread, by_turns, evenness, groups, spread
-from lf.plan.work import even_rates, media_work, pack_work
+from lf.plan.work import even_rates, seconds
 
 TRACES = ("chat", "long tail", "two kinds", "images")
 
@@ -65,10 +66,10 @@ def made_items(trace: str, count: int, rng: np.random.Generator) -> list[Item]:
     rates = even_rates()
     if trace == "images":
         pictures = [Media(grids=((1, side, side),)) for side in lengths(trace, count, rng)]
-        return [Item(cost=rates.seconds(media_work(qwen2_5_vl_7b, each))) for each in pictures]
+        return [Item(cost=seconds(rates, media_work(qwen2_5_vl_7b, each))) for each in pictures]
     text: DecoderConfig = qwen3_8b
     sizes = lengths(trace, count, rng)
-    return [Item(cost=rates.seconds(pack_work(text, [size])), tokens=size) for size in sizes]
+    return [Item(cost=seconds(rates, pack_work(text, [size])), tokens=size) for size in sizes]
 
 
 def greedy(
