@@ -21,7 +21,7 @@ from lf.parallel.groups import place
 from lf.plan.encode import Images, StepPlan, step_plan
 from lf.plan.pipeline import in_flight
 from lf.train.run import check_run
-from tests.cases import DENSE, gradients, megatron, off, run_of
+from tests.cases import DENSE, gradients, megatron, near_float32, off, run_of
 from tests.vlm_cases import MODELS, rows_of
 from tests.workers import Workers
 
@@ -88,9 +88,12 @@ def micro_batches(cfg: Any, parallel: Any, layout: Layout, *, rows: int) -> list
     return micro[layout.dp_rank :: layout.dp]
 
 
-def one_step(model: str, parallel: Any, frozen: tuple[str, ...] = (), rows: int = 8) -> Any:
+def one_step(
+    model: str, parallel: Any, frozen: tuple[str, ...] = (), rows: int = 8, precision: lf.Precision | None = None
+) -> Any:
     cfg = MODELS[model]
-    engine, ctx = megatron(run_of(cfg, optim=lf.AdamW(clip=0.0, freeze=frozen), parallel=parallel))
+    run = run_of(cfg, optim=lf.AdamW(clip=0.0, freeze=frozen), parallel=parallel, precision=precision or lf.Precision())
+    engine, ctx = megatron(run)
     return gradients(engine, ctx, micro_batches(cfg, parallel, ctx.layout, rows=rows))
 
 
@@ -157,6 +160,15 @@ def test_gradients_are_those_of_one_process(workers: Workers, reference: Any, la
 def test_any_number_of_micro_batches_will_do(workers: Workers, reference: Any, rows: int) -> None:
     """One micro-batch has one image for two ranks; three and five do not divide by them."""
     equals(workers.run(2, one_step, "levels", H(text=P(pp=2)), (), rows), reference("levels", rows))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_in_bfloat16_gradients_are_near_those_of_float32(workers: Workers, reference: Any, layout: str) -> None:
+    """All gradients together: a tower's biases alone are apart by more than the gate of one, in one process too."""
+    world, parallel = LAYOUTS[layout]
+    for found in workers.run(world, one_step, "levels", parallel, (), 8, lf.Precision(params="bfloat16")):
+        near_float32(found, reference("levels", 8), experts=True)
 
 
 @pytest.mark.parametrize(
