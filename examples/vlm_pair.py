@@ -1,7 +1,7 @@
 """An InternViT and a Qwen3, a pair that nobody publishes, learn to name the colour and the place of a square.
 
 Hardware: a CPU with 2 cores. Time: about a minute. Result: held-out loss near 0, where guessing costs 1.4 nats a token.
-The export in `hf/` has a layout of lf's own, which its config.json states.
+The export in `hf/` has a layout of lf's own, which its config.json states. `vlm_pair.py:apart` is for 4 processes.
 """
 
 import attrs
@@ -102,3 +102,5 @@ cfg = lf.Run(
     save=lf.Save(every=100),
 )
 smoke = attrs.evolve(cfg, steps=20, eval=lf.Eval(data=Squares(rows=256, seed=1), every=20, batches=1))
+apart = attrs.evolve(cfg, parallel=lf.Hetero(micro_batch=4, text=lf.MegatronParallel(tp=2, pp=2)))
+"""The same on 4 processes: each encodes a quarter of the pictures, then two stages of two run the decoder."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lf.data.config import TrainedBpe as TrainedBpe
     from lf.data.config import Weighted as Weighted
     from lf.models.lora import Lora as Lora
+    from lf.parallel.config import Hetero as Hetero
     from lf.parallel.config import MegatronParallel as MegatronParallel
     from lf.parallel.config import TorchParallel as TorchParallel
     from lf.train.config import AdamW as AdamW
@@ -46,7 +47,7 @@ _MODULES = {
         *("TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
     ),
     "lf.models.lora": ("Lora",),
-    "lf.parallel.config": ("MegatronParallel", "TorchParallel"),
+    "lf.parallel.config": ("Hetero", "MegatronParallel", "TorchParallel"),
     "lf.train.config": (
         *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),
         *("Rate", "Run", "Save", "ScheduleConfig", "Sgd", "Wsd"),

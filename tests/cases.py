@@ -15,7 +15,7 @@ from lf.models.decoder import Attention, DecoderConfig, Mlp
 from lf.models.layers.rope import Rope
 from lf.models.llm.qwen import Qwen3
 from lf.models.spec import Batch, Ctx, Layout, text_batch
-from lf.parallel.config import MegatronParallel, resolve
+from lf.parallel.config import megatron_part, resolve
 from lf.train.state import Engine, Published
 
 DENSE = Qwen3(
@@ -53,9 +53,10 @@ def megatron(run: lf.Run, published: Published | None = None) -> tuple[Engine, C
     from lf.parallel.megatron import make_context
     from lf.train.megatron_step import megatron_engine
 
-    assert isinstance(run.parallel, MegatronParallel)
+    parallel = megatron_part(run.parallel)
+    assert parallel is not None
     ctx = make_context(
-        run.parallel, resolve(run.parallel, dist.get_world_size()), cpu, getattr(torch, run.precision.params)
+        parallel, resolve(run.parallel, dist.get_world_size()), cpu, getattr(torch, run.precision.params)
     )
     assert run.model is not None
     return megatron_engine(run, run.model, ctx, published), ctx

@@ -30,6 +30,7 @@ from lf.models.vision.projector import Anyres
 from lf.models.vision.tower import tower_of
 from lf.models.vlm import Vlm
 from lf.models.vlms import internvl, kimi, llava, qwen_vl
+from tests.cases import megatron
 from tests.test_parity import parity_in
 from tests.workers import Workers
 
@@ -305,6 +306,25 @@ def test_the_example_of_a_pair_learns_and_exports(tmp_path: Path) -> None:
     )
     assert float(loss) < float(entropy)
     assert hf.read_config(tmp_path / "out/hf") == config.load(example, "smoke").model
+
+
+def apart_losses() -> list[float]:
+    run = attrs.evolve(config.load(ROOT / "examples/vlm_pair.py", "apart"), batch=8)
+    engine, _ = megatron(run)
+    rows = open_data(run.data, DataCtx(seed=0, cache_dir=Path("unused")))
+    made = [rows.row(0, i) for i in range(8)]
+    batches = [collate(run.model, made[i : i + 4], made[0]) for i in (0, 4)]
+    state, losses = engine.state, []
+    for _ in range(3):
+        state, metrics = engine.step(state, batches)
+        losses.append(metrics.loss)
+    return losses
+
+
+def test_the_example_of_a_pair_trains_on_four_ranks_with_images_apart(workers: Workers) -> None:
+    first, *others = workers.run(4, apart_losses)
+    assert all(losses == first for losses in others)
+    assert first[-1] < first[0]
 
 
 def test_rows_of_the_example_fit_its_model() -> None:

@@ -4,8 +4,9 @@ import functools
 from typing import Literal
 
 import attrs
+from torch import nn
 
-from lf.models.spec import ModelConfig, no_rule
+from lf.models.spec import Ctx, ModelConfig, no_rule
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of a picture, in patches."""
@@ -28,6 +29,23 @@ class Media:
     def patches(self) -> int:
         """Patches of all its pictures."""
         return sum(t * h * w for t, h, w in self.grids)
+
+
+@functools.singledispatch
+def takes_media(cfg: ModelConfig) -> bool:
+    """Returns whether a model can have images or videos, encoded by itself or, with `build_encoder`, apart."""
+    return False
+
+
+@functools.singledispatch
+def build_encoder(cfg: ModelConfig, ctx: Ctx) -> nn.Module:
+    """Returns what makes features of images, its weights not yet set: called with patches [N, F] and their `Media`.
+
+    It gives [1 + L, M, H]: what stands in place of the M tokens, and what L levels add in the decoder's first layers.
+    `recompute` says whether its backward makes activations again. A model that has one on its first pipeline stage
+    gives it by `encoder`, and takes as `features` of a micro-batch what it gave.
+    """
+    raise no_rule(build_encoder, cfg)
 
 
 @functools.singledispatch

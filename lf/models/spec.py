@@ -61,6 +61,8 @@ class Layout:
     """Expert parallel ranks."""
     etp: int = 1
     """Tensor parallel ranks inside an expert."""
+    apart: bool = False
+    """Whether all ranks encode images, before the pipeline runs, and not its first stage alone."""
     dp_rank: int = 0
     """This rank's place among the data parallel ranks."""
     tp_rank: int = 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.decoder import DecoderConfig, decoder_inputs
-from lf.models.media import Media, media_flops, media_tokens
+from lf.models.media import Media, build_encoder, media_flops, media_tokens, takes_media
 from lf.models.recorded import recorded_rows
 from lf.models.vision.projector import Anyres, Projector, tokens_of
 from lf.models.vision.tower import Tower, VisionConfig, tower_flops, tower_of
@@ -117,9 +117,21 @@ def _(cfg: Vlm, batch: spec.Batch, layout: spec.Layout) -> spec.Batch:
 
 @spec.forward.register
 def _(cfg: Vlm, model: nn.Module, batch: spec.Batch) -> spec.Output:
+    if "places" in batch:
+        return model(**decoder_inputs(cfg.text, batch), features=_features(batch))
     names = ("patches", "media", "slots", "taken")
     pictures = {name: batch[name] for name in names} if batch.get("media") else None
     return model(**decoder_inputs(cfg.text, batch), pictures=pictures)
+
+
+def _features(batch: spec.Batch) -> Any:
+    """Returns what was encoded apart, None where this rank's part of the model takes nothing of it."""
+    from lf.models.layers.media import Features
+
+    if "features" not in batch:
+        return None
+    rows, levels = batch["features"][0], batch["features"][1:]
+    return Features(slots=batch["slots"], rows=rows, levels=levels if len(levels) else None)
 
 
 @spec.loss_weights.register
@@ -187,6 +199,18 @@ def _(cfg: Vlm) -> tuple[spec.InitRule, ...]:
 def _(cfg: Vlm, rows: int, length: int) -> float:
     """Those of the decoder: what a tower computes depends on the images of the rows, not on their length."""
     return spec.flops(cfg.text, rows, length)
+
+
+@takes_media.register
+def _(cfg: Vlm) -> bool:
+    return True
+
+
+@build_encoder.register
+def _(cfg: Vlm, ctx: spec.Ctx) -> nn.Module:
+    from lf.models.vlm_model import encoder_of
+
+    return encoder_of(cfg, ctx)
 
 
 @media_tokens.register

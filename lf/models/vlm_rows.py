@@ -156,12 +156,28 @@ def _spans(cfg: "Vlm", tower: Tower, row: Mapping[str, Any], slots: Sequence[int
 
 
 def vlm_slice(text: DecoderConfig, batch: spec.Batch, layout: spec.Layout) -> spec.Batch:
-    """Returns a rank's part of a micro-batch; later pipeline stages need nothing of images."""
+    """Returns a rank's part of a micro-batch; later pipeline stages need nothing of images.
+
+    Where all ranks encode (`layout.apart`) each has all images, and instead of its own `slots` and `taken` it has
+    `places`: those of every rank of the first stage, tensor parallel ranks being neighbours.
+    """
     made = {**spec.slice_batch(text, {name: value for name, value in batch.items() if name not in MEDIA}, layout)}
-    if "slots" not in batch or layout.pp_rank:
+    if "slots" not in batch or (layout.pp_rank and not layout.apart):
         return made
-    slots: Tensor = batch["slots"]
-    (rows, length), total = batch["tokens"].shape, batch["tokens"].numel()
+    made |= {name: batch[name] for name in MEDIA[:2]}
+    shape, packed = (int(batch["tokens"].shape[0]), int(batch["tokens"].shape[1])), is_packed(made)
+    if layout.apart:
+        ranks = [
+            attrs.evolve(layout, cp_rank=c, tp_rank=t, pp_rank=0) for c in range(layout.cp) for t in range(layout.tp)
+        ]
+        return {**made, "places": tuple(_own_places(batch["slots"], shape, packed, rank) for rank in ranks)}
+    slots, taken = _own_places(batch["slots"], shape, packed, layout)
+    return {**made, "slots": slots, "taken": taken}
+
+
+def _own_places(slots: Tensor, shape: tuple[int, int], packed: bool, layout: spec.Layout) -> tuple[Tensor, Tensor]:
+    """Returns the slots that a rank has, in its own [S, B], and which of the features stand there."""
+    (rows, length), total = shape, shape[0] * shape[1]
     taken = torch.arange(len(slots), device=slots.device)
     if layout.cp > 1:
         # As `decoder_slice`: two of the equal pieces of the one packed row.
@@ -170,7 +186,7 @@ def vlm_slice(text: DecoderConfig, batch: spec.Batch, layout: spec.Layout) -> sp
         early, late = piece == layout.cp_rank, piece == 2 * layout.cp - 1 - layout.cp_rank
         slots, total = slots % size + size * late, total // layout.cp
         slots, taken = slots[early | late], taken[early | late]
-    if is_packed(made):
+    if packed:
         rows, length = 1, total
     # megatron-core has positions before rows.
     position, row = slots % length, slots // length
@@ -178,7 +194,7 @@ def vlm_slice(text: DecoderConfig, batch: spec.Batch, layout: spec.Layout) -> sp
         share = length // layout.tp
         own = position // share == layout.tp_rank
         position, row, taken = position[own] % share, row[own], taken[own]
-    return {**made, **{name: batch[name] for name in MEDIA[:2]}, "slots": position * rows + row, "taken": taken}
+    return position * rows + row, taken
 
 
 def fake_rows(cfg: "Vlm", rows: int, length: int, rng: np.random.Generator, seed: int) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """How a run is spread over ranks: the degrees as data, and the rules they must obey."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import attrs
@@ -49,6 +50,26 @@ class MegatronParallel(ParallelConfig):
 
 
 @attrs.frozen(kw_only=True)
+class Hetero(ParallelConfig):
+    """The Megatron path with images apart: all ranks encode those of a step, then the text model's pipeline runs.
+
+    The tower is data parallel over the text model's tensor, context and pipeline parallel ranks.
+    """
+
+    vision: MegatronParallel = MegatronParallel()
+    """How the tower and the projector are spread; of its fields `recompute` alone may be set, to `full`."""
+    text: MegatronParallel = MegatronParallel()
+    """How the decoder is spread; `micro_batch` is that of the whole."""
+
+
+def megatron_part(cfg: ParallelConfig) -> MegatronParallel | None:
+    """Returns how the Megatron path's model is spread, None on another path."""
+    if isinstance(cfg, Hetero):
+        return cfg.text
+    return cfg if isinstance(cfg, MegatronParallel) else None
+
+
+@attrs.frozen(kw_only=True)
 class TorchParallel(ParallelConfig):
     """The torch path: every rank computes the whole model on its share of the rows; `strategy` says who keeps it."""
 
@@ -66,6 +87,9 @@ class TorchParallel(ParallelConfig):
 
 def resolve(cfg: ParallelConfig, world: int) -> Layout:
     """Returns the layout of `world` ranks; raises ValueError with the cure where the degrees cannot be."""
+    if isinstance(cfg, Hetero):
+        _check_hetero(cfg)
+        return attrs.evolve(_within(lambda: resolve(cfg.text, world)), apart=True)
     if isinstance(cfg, TorchParallel):
         _check_replicas(cfg, world)
     if not isinstance(cfg, MegatronParallel):
@@ -99,6 +123,31 @@ def resolve(cfg: ParallelConfig, world: int) -> Layout:
         ep=cfg.ep,
         etp=cfg.etp,
     )
+
+
+def _within(made: Callable[[], Layout]) -> Layout:
+    try:
+        return made()
+    except ValueError as error:
+        raise ValueError(str(error).replace("parallel.", "parallel.text.")) from error
+
+
+def _check_hetero(cfg: Hetero) -> None:
+    default = MegatronParallel()
+    for field in attrs.fields(MegatronParallel):
+        value = getattr(cfg.vision, field.name)
+        if field.name != "recompute" and value != getattr(default, field.name):
+            raise ValueError(
+                f"parallel.vision.{field.name} = {value!r}: a tower is whole on every rank, and its images are spread "
+                f"over all of them; leave parallel.vision.{field.name} at {getattr(default, field.name)!r}"
+            )
+    if cfg.vision.recompute == "selective":
+        raise ValueError("parallel.vision.recompute = 'selective': a tower makes whole layers again; set full or none")
+    if cfg.text.micro_batch != default.micro_batch:
+        raise ValueError(
+            f"parallel.text.micro_batch = {cfg.text.micro_batch}: rows of a micro-batch are parallel.micro_batch; set "
+            "that, and leave this at 1"
+        )
 
 
 def _check_replicas(cfg: TorchParallel, world: int) -> None:

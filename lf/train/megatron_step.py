@@ -1,10 +1,12 @@
 """The Megatron path: megatron-core's schedules and distributed optimiser under lf's loss."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from lf.models.spec import (
     named_tensors,
     type_name,
 )
-from lf.parallel.config import MegatronParallel
+from lf.parallel.config import Hetero, megatron_part
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import chunk_contexts, distributed_optimizer, owned_range, placements, wrap
 from lf.train.comm import distributed, over_ranks, together
@@ -44,26 +46,27 @@ from lf.train.shards import Piece, box_piece
 from lf.train.state import Engine, Published, TrainState, check_names, initial_value
 from lf.train.step import Mechanics, Pass, evaluation, to_device, train_step, weighted_loss
 
+if TYPE_CHECKING:
+    from lf.train.decoupled import Apart
+
 
 def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published | None = None) -> Engine:
     """Returns the Megatron path of a run: model with weights, optimiser and step on this rank."""
-    assert isinstance(run.parallel, MegatronParallel)
+    parallel = megatron_part(run.parallel)
+    assert parallel is not None
     with megatron_globals(ctx):
         models = [build_model(cfg, each) for each in chunk_contexts(ctx)]
     _freeze(models, run.optim, ctx)
     with megatron_globals(ctx):
         chunks = [
-            wrap(model, each, overlap=run.parallel.overlap)
-            for model, each in zip(models, chunk_contexts(ctx), strict=True)
+            wrap(model, each, overlap=parallel.overlap) for model, each in zip(models, chunk_contexts(ctx), strict=True)
         ]
         named = [pair for chunk in chunks for pair in chunk.module.named_parameters()]
         make = functools.partial(make_optimizer, run.optim)
         optimizer = distributed_optimizer(make, param_groups(named, run.optim), chunks, ctx)
-    for chunk in chunks:
-        chunk.config.finalize_model_grads_func = _finalize
     state = TrainState(chunks=tuple(chunks), optimizer=optimizer)
     _set_weights(cfg, run.seed, state, ctx, published)
-    mechanics = megatron_mechanics(run.seed, cfg, ctx)
+    mechanics = megatron_mechanics(run.seed, cfg, ctx, _images_apart(run, cfg, chunks, ctx))
     return Engine(
         state=state,
         step=train_step(run, cfg, mechanics),
@@ -72,6 +75,14 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
         restore=lambda state, reader: _restore(state, reader, ctx),
         weights=lambda state: _weights(state, ctx),
     )
+
+
+def _images_apart(run: Run, cfg: ModelConfig, chunks: Sequence[Any], ctx: Ctx) -> "Apart | None":
+    if not isinstance(run.parallel, Hetero):
+        return None
+    from lf.train.decoupled import apart
+
+    return apart(cfg, chunks, run.optim, ctx, recompute=run.parallel.vision.recompute == "full")
 
 
 def _freeze(models: list[nn.Module], optim: OptimConfig, ctx: Ctx) -> None:
@@ -149,8 +160,11 @@ def _check_published(published: Published, shapes: Mapping[str, tuple[int, ...]]
     together(distributed(), fault, first, ValueError)
 
 
-def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
-    """Returns how the Megatron path runs micro-batches and updates weights on this rank."""
+def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx, apart: "Apart | None" = None) -> Mechanics:
+    """Returns how the Megatron path runs micro-batches and updates weights on this rank.
+
+    With `apart`, images are encoded before the pipeline runs.
+    """
 
     def run(state: TrainState, work: Pass) -> list[dict[str, float]]:
         if work.train:
@@ -161,7 +175,10 @@ def megatron_mechanics(seed: int, cfg: ModelConfig, ctx: Ctx) -> Mechanics:
         for module in accounted:
             module.start_pass(work.weights)
         with megatron_globals(ctx), torch.set_grad_enabled(work.train):
-            done = _schedule(state, work, _forward_step(seed, cfg, work, ctx), ctx)
+            if apart is None:
+                done = _schedule(state, work, _forward_step(seed, cfg, work, ctx), ctx)
+            else:
+                done = _around(state, work, _forward_step(seed, cfg, work, ctx), apart)
         terms = _from_last_stage([{name: float(value) for name, value in terms.items()} for terms in done], ctx)
         return _with_own_terms(terms, accounted, work, ctx) if work.train else terms
 
@@ -205,13 +222,40 @@ def _with_own_terms(
     return [{**terms, **own} for terms, own in zip(done, totals, strict=True)]
 
 
-def _schedule(state: TrainState, work: Pass, forward_step: Any, ctx: Ctx) -> list[dict[str, Tensor]]:
+def _around(state: TrainState, work: Pass, forward_step: Any, apart: "Apart") -> list[dict[str, Tensor]]:
+    """Returns what `_schedule` does, with the images of all micro-batches encoded before and gone backward after."""
+    from lf.train import decoupled
+
+    exchange = decoupled.begin(apart, work.micro, train=work.train)
+    numbers = itertools.count()
+
+    def step(batches: Iterator[Batch], model: Any) -> Any:
+        if not model.module.pre_process:
+            return forward_step(batches, model)
+        batch = decoupled.features(exchange, next(batches), next(numbers), apart.replica.rank)
+        return forward_step(iter([batch]), model)
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        decoupled.end(apart, exchange)
+        _finalize(*args, **kwargs)
+
+    text = [{name: value for name, value in batch.items() if name != "patches"} for batch in work.micro]
+    done = _schedule(state, attrs.evolve(work, micro=tuple(text)), step, apart.ctx, finalize)
+    exchange.finish()
+    return done
+
+
+def _schedule(
+    state: TrainState, work: Pass, forward_step: Any, ctx: Ctx, finalize: Callable[..., None] | None = None
+) -> list[dict[str, Tensor]]:
     """Runs all micro-batches forward, and backward too when training; returns each one's terms on the last stage."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     chunks, layout, device = list(state.chunks), ctx.layout, ctx.device.torch_type
     micro = [to_device(batch, device) for batch in work.micro]
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize or _finalize
     config = chunks[0].config
     if chunks[0].ddp_config.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync

@@ -24,6 +24,7 @@ from lf.devices.device import Device
 from lf.models.hf_save import check_target
 from lf.models.layouts import fitted
 from lf.models.lora import merged
+from lf.models.media import takes_media
 from lf.models.peft import FILES as ADAPTER_FILES
 from lf.models.peft import read_adapter, save_adapter
 from lf.models.spec import (
@@ -43,7 +44,7 @@ from lf.models.spec import (
     weight_map,
 )
 from lf.models.weights import WeightMap
-from lf.parallel.config import MegatronParallel, resolve
+from lf.parallel.config import Hetero, megatron_part, resolve
 from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
@@ -89,12 +90,16 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
         )
     weight_map(model)
     hf_config(model)
-    path = "megatron" if isinstance(run.parallel, MegatronParallel) else "torch"
+    path = "torch" if megatron_part(run.parallel) is None else "megatron"
     if path not in paths(model):
         known = {"megatron": "MegatronParallel", "torch": "TorchParallel"}
         cure = " or ".join(f"lf.{known[name]}(...)" for name in paths(model))
         raise ValueError(
             f"parallel = {type(run.parallel).__name__}: {type_name(model)} does not train there; set parallel to {cure}"
+        )
+    if isinstance(run.parallel, Hetero) and not takes_media(model):
+        raise ValueError(
+            f"parallel = Hetero: {type_name(model)} has no images to encode; set parallel to what parallel.text is"
         )
     if run.precision.params == "bfloat16":
         require(device, "bf16", "precision.params", "set precision.params to float32")
@@ -303,7 +308,7 @@ def _meta(run: Run, inputs: _Inputs) -> dict[str, Any]:
         "model": to_json(run.model),
         "run": to_json(run),
         # What exports have: the Megatron path's are the weights that compute, the torch path's the main weights.
-        "params": run.precision.params if isinstance(run.parallel, MegatronParallel) else "float32",
+        "params": run.precision.params if megatron_part(run.parallel) else "float32",
         "averaged": run.optim.ema > 0 and run.save.averaged,
         "lora_scale": None if run.adapt is None else run.adapt.scale,
         "tokenizer": inputs.tokenizer_facts,
@@ -395,11 +400,11 @@ def _engine(
 ) -> tuple[Engine, Layout]:
     """Returns the engine, with its first weights where the run is `first` begun."""
     dtype, model, published = getattr(torch, run.precision.params), start.model, start.published if first else None
-    if isinstance(run.parallel, MegatronParallel):
+    if (parallel := megatron_part(run.parallel)) is not None:
         from lf.parallel.megatron import make_context
         from lf.train.megatron_step import megatron_engine
 
-        ctx = make_context(run.parallel, layout, device, dtype)
+        ctx = make_context(parallel, layout, device, dtype)
         return megatron_engine(run, model, ctx, published), ctx.layout
     from lf.train.fsdp_step import torch_engine
 

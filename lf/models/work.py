@@ -1,0 +1,48 @@
+"""What packs and images take of a rank: operations by kind, from their lengths and grids alone.
+
+The kinds are those that a device does at different speeds: `calls` (packs or images), `matrices` (operations of those
+that every token goes through), `experts` (of routed experts), `causal` and `window` (of attention's pairs), `patches`
+(their number), `towers` (operations of towers and projectors). `lf.plan.work` makes seconds of them.
+"""
+
+from collections.abc import Sequence
+
+from lf.models.decoder import DecoderConfig
+from lf.models.decoder_facts import attention_flops, attention_weights, is_sparse, mlp_weights
+from lf.models.media import Media, media_flops
+from lf.models.parts import Attention
+from lf.models.spec import ModelConfig
+
+
+def pairs(lengths: Sequence[int], window: int = 0) -> int:
+    """Returns the pairs of a position and one that it sees, itself included; a `window` counts itself, 0 is causal."""
+    if not window:
+        return sum(length * (length + 1) // 2 for length in lengths)
+    full = [min(length, window) for length in lengths]
+    return sum(n * (n + 1) // 2 + (length - n) * window for n, length in zip(full, lengths, strict=True))
+
+
+def pack_work(cfg: DecoderConfig, lengths: Sequence[int]) -> dict[str, float]:
+    """Returns the work of forward and backward of a pack of documents of `lengths` tokens in the decoder.
+
+    Two operations a multiply-add and three passes, as `decoder_flops` counts; a window's pairs are counted as such.
+    """
+    tokens, a, e = sum(lengths), cfg.attention, cfg.experts
+    sparse = sum(is_sparse(cfg, layer) for layer in range(cfg.layers))
+    experts = sparse * cfg.hidden * e.top_k * 3 * e.width if e is not None else 0
+    mlps = sum(mlp_weights(cfg, layer, active=True) for layer in range(cfg.layers))
+    matrices = mlps - experts + cfg.layers * attention_weights(a, cfg.hidden) + cfg.vocab * cfg.hidden
+    window, windows = (a.window, len(a.window_layers)) if isinstance(a, Attention) else (0, 0)
+    pair = 6.0 * attention_flops(a, 1)
+    return {
+        "calls": 1.0,
+        "matrices": 6.0 * tokens * matrices,
+        "experts": 6.0 * tokens * experts,
+        "causal": pair * pairs(lengths) * (cfg.layers - windows),
+        "window": pair * pairs(lengths, window) * windows,
+    }
+
+
+def media_work(cfg: ModelConfig, media: Media) -> dict[str, float]:
+    """Returns the work of forward and backward of an image or a video until it is tokens."""
+    return {"calls": 1.0, "patches": float(media.patches), "towers": media_flops(cfg, media)}
