@@ -92,7 +92,8 @@ class _Table:
 
     def reset(self, seed: int) -> Observation:
         n = len(self._cfg.colours)
-        rng = np.random.default_rng([seed, n])
+        # One layout with each instruction in turn: nothing but the words says which block counts.
+        rng = np.random.default_rng([seed // n, n])
         # Lanes: n sorted numbers in what the gaps leave, and a gap more for each.
         lanes = np.sort(rng.uniform(-_LANES, _LANES - _GAP * (n - 1), n)) + _GAP * np.arange(n)
         lanes, far, yaw = rng.permutation(lanes), rng.uniform(0.15, 0.18, n), rng.uniform(0, np.pi / 2, n)

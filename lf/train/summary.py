@@ -62,7 +62,7 @@ def summary(job: Job, ended: Ended) -> str:
     text = sample(job, ended)
     if text is not None:
         lines += [f"sample, after the prompt {text[0]!r}:", text[1]]
-    elif job.comm.world > 1 and (job.folder / TOKENIZER).is_dir():
+    elif job.comm.world > 1 and (job.folder / TOKENIZER).is_dir() and "tokens" in job.rows.row(0, 0):
         lines.append(f"no sample from {job.comm.world} ranks; scripts/generate.py {job.folder} writes one")
     return "\n".join(lines)
 
@@ -78,7 +78,9 @@ def close(job: Job, ended: Ended) -> None:
         return
     left = [METRICS, "checkpoints/", *(f"{name}/" for name in (HF, ADAPTER) if (job.folder / name).is_dir())]
     try:
-        job.say(summary(job, ended))
+        text = summary(job, ended)
+        if text:
+            job.say(text)
     except (ValueError, OSError, RuntimeError) as error:
         job.say(f"no summary: {error}")
     try:
