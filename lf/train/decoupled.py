@@ -20,7 +20,7 @@ from lf.models.media import Media, build_encoder, media_flops, media_tokens
 from lf.models.spec import Batch, Ctx, ModelConfig
 from lf.parallel.hetero import Replica, replica
 from lf.plan.encode import Images, StepPlan, step_plan
-from lf.plan.pipeline import in_flight
+from lf.plan.pipeline import most_held
 from lf.train.config import OptimConfig
 from lf.train.exchange import Exchange
 from lf.train.optim import freeze
@@ -70,7 +70,8 @@ def begin(apart: Apart, micro: Sequence[Batch], *, train: bool) -> Exchange:
     layout = apart.ctx.layout
     _same_weights(apart)
     plan = plan_of(apart, micro)
-    depth = max(held[0] for held in in_flight(0, layout.pp, layout.vpp, len(micro)))
+    first = (1.0, *(0.0,) * (layout.vpp - 1))
+    depth = most_held(0, layout.pp, len(micro), first)[0]
     taken = [len(batch["places"][apart.replica.rank][0]) if layout.pp_rank == 0 else 0 for batch in micro]
     exchange = Exchange(plan, apart.replica, taken, depth)
     patches, media, at = own_images(apart.cfg, micro, plan.encodes[apart.replica.rank])
