@@ -190,16 +190,14 @@ def _sample(file: int, line: int, where: str, record: Mapping[str, Any], resolve
         media.append(found)
 
     messages = tuple(_message(one, where, listed, take) for one in _turns(record, where))
-    for kind, rest in waiting.items():
+    for name, rest in waiting.items():
         if count := sum(1 for _ in rest):
-            raise ValueError(f"{where}: {count} of {len(listed[kind])} {kind}s listed have no place in the messages")
+            raise ValueError(f"{where}: {count} of {len(listed[name])} {name}s listed have no place in the messages")
     if not any(message.role == "assistant" and any(item.text for item in message.items) for message in messages):
         raise ValueError(f"{where}: the assistant says nothing, so there is nothing to learn; leave the sample out")
     said = [[message.role, [[item.kind, item.text] for item in message.items]] for message in messages]
     digest = hashlib.blake2b(json.dumps([said, [ref.key for ref in media]]).encode(), digest_size=8).digest()
-    return Sample(
-        file=file, line=line, where=where, messages=messages, media=tuple(media), hash=int.from_bytes(digest)
-    )
+    return Sample(file=file, line=line, where=where, messages=messages, media=tuple(media), hash=int.from_bytes(digest))
 
 
 def _turns(record: Mapping[str, Any], where: str) -> Sequence[Any]:
@@ -214,9 +212,7 @@ def _turns(record: Mapping[str, Any], where: str) -> Sequence[Any]:
     return found
 
 
-def _message(
-    value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: Callable[[str, Any], None]
-) -> Message:
+def _message(value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: Callable[[str, Any], None]) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a message is a {type(value).__name__}; it must have a role and a content")
     role = value.get("role") if value.get("role") is not None else value.get("from")
@@ -242,10 +238,10 @@ def _split(text: str, marks: Sequence[tuple[Literal["image", "video"], str]]) ->
         places = [(text.find(mark), kind, mark) for kind, mark in marks if mark in text]
         if not places:
             break
-        at, kind, mark = min(places)
+        at, found, mark = min(places)
         if at:
             yield Item(kind="text", text=text[:at])
-        yield Item(kind=kind)
+        yield Item(kind=found)
         text = text[at + len(mark) :]
     if text:
         yield Item(kind="text", text=text)

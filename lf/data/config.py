@@ -220,7 +220,7 @@ class AnyresPictures(Pictures):
     """Pixels of a side of a patch."""
     tile: int = attrs.field(default=384, validator=ge(1))
     """Pixels of a side of a tile."""
-    pinpoints: tuple[tuple[int, int], ...] = tuple(itertools.product(range(384, 2305, 384), repeat=2))
+    pinpoints: tuple[tuple[int, int], ...] = tuple(itertools.product(range(384, 2305, 384), range(384, 2305, 384)))
     """Heights and widths in pixels that an image may be resized to before it is cut into tiles."""
     frames: int = attrs.field(default=32, validator=ge(1))
     """Frames of a video."""

@@ -88,14 +88,14 @@ def shrunk(cfg: Pictures, level: int) -> Pictures | None:
 def patches_of(cfg: Pictures, fitted: Fitted, pixels_THWC: Pixels) -> NDArray[np.float32]:
     """Returns the patches [N, F] of an item, of the pixels of `fitted.frames`; N is that of `fitted.media`."""
     pictures = pictures_of(cfg, fitted, pixels_THWC)
-    scaled = (pictures.astype(np.float64) * (1 / 255)).astype(np.float32)
+    scaled: NDArray[Any] = (pictures.astype(np.float64) * (1 / 255)).astype(np.float32)
     scaled = (scaled - np.array(cfg.mean, np.float32)) / np.array(cfg.std, np.float32)
     merge, frames = (cfg.merge, cfg.frames) if isinstance(cfg, Qwen3Pictures) else (1, 1)
     t, h, w = len(pictures) // frames, pictures.shape[1] // cfg.patch, pictures.shape[2] // cfg.patch
     cut = scaled[:, : h * cfg.patch, : w * cfg.patch]
     blocks = cut.reshape(t, frames, h // merge, merge, cfg.patch, w // merge, merge, cfg.patch, 3)
     # Blocks row by row, patches of a block row by row; a patch is channels, frames, rows, columns.
-    return np.ascontiguousarray(blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)).reshape(t * h * w, -1)
+    return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, -1).astype(np.float32, copy=False)
 
 
 def _resized(pixels_THWC: Pixels, size: tuple[int, int]) -> Pixels:
@@ -112,7 +112,9 @@ def _check_aspect(height: int, width: int) -> None:
         )
 
 
-def _blocks(height: int, width: int, factor: int, frames: float, low: int, high: int, slots: int = 1) -> tuple[int, int]:
+def _blocks(
+    height: int, width: int, factor: int, frames: float, low: int, high: int, slots: int = 1
+) -> tuple[int, int]:
     """Returns the nearest multiples of `factor` whose pixels, times `frames`, are from `low` to `high`.
 
     The rule of Qwen2-VL (arXiv:2409.12191); `slots` are the frames after rounding, which the limits are held to.
@@ -187,9 +189,7 @@ def _(cfg: Qwen25Pictures, shape: Shape, count: Count, alone: bool = True) -> Fi
     if not number:
         raise ValueError(f"a video of {shape.frames} frames, fewer than the {cfg.frames} of a patch; give more frames")
     frames = tuple(int(at * (shape.frames / number)) for at in range(number))
-    size = _blocks(
-        shape.height, shape.width, cfg.patch * cfg.merge, 1, cfg.video_min_pixels, cfg.video_max_pixels
-    )
+    size = _blocks(shape.height, shape.width, cfg.patch * cfg.merge, 1, cfg.video_min_pixels, cfg.video_max_pixels)
     media = _qwen_media(cfg, shape, size, frames)
     return Fitted(media=media, tokens=count(media), pieces=(("media", count(media)),), frames=frames, size=size)
 
@@ -239,9 +239,7 @@ def _(cfg: TilePictures, shape: Shape, count: Count, alone: bool = True) -> Fitt
     each = count(media) // len(frames)
     texts = [f"Frame{at + 1}: " if at == 0 else f"\nFrame{at + 1}: " for at in range(len(frames))]
     made: list[Any] = [piece for text in texts for piece in (("text", text), start, ("media", each), end)]
-    return Fitted(
-        media=media, tokens=count(media), pieces=tuple(made), frames=frames, size=(cfg.tile, cfg.tile)
-    )
+    return Fitted(media=media, tokens=count(media), pieces=tuple(made), frames=frames, size=(cfg.tile, cfg.tile))
 
 
 def _middles(number: int, shape: Shape) -> tuple[int, ...]:
@@ -274,7 +272,8 @@ def _(cfg: TilePictures, level: int) -> TilePictures | None:
 @fit.register
 def _(cfg: AnyresPictures, shape: Shape, count: Count, alone: bool = True) -> Fitted:
     grid: Grid = (1, cfg.tile // cfg.patch, cfg.tile // cfg.patch)
-    size, pictures, frames = (cfg.tile, cfg.tile), 1, (0,)
+    size, pictures = (cfg.tile, cfg.tile), 1
+    frames: tuple[int, ...] = (0,)
     if shape.kind == "video":
         frames = _middles(cfg.frames, shape)
         pictures = len(frames)

@@ -183,9 +183,7 @@ def open_chat(
     made_by = [source, repr(cfg.pictures), cfg.media_root, cfg.seq_len, cfg.too_long, cfg.max_pixels, rules.ids]
     paths = [str(file.path.absolute()) for file in files]
     folder = (
-        cache_dir
-        / "chats"
-        / key_of(before, tokenizer.fingerprint, made_by, _probe(cfg.pictures, rules.count), paths)
+        cache_dir / "chats" / key_of(before, tokenizer.fingerprint, made_by, _probe(cfg.pictures, rules.count), paths)
     )
 
     def build(temporary: Path) -> dict[str, Any]:
@@ -352,7 +350,7 @@ def _entry(value: Sequence[Any]) -> Entry:
 
 
 def _probe(pictures: Pictures, count: Callable[[Media], int]) -> list[int]:
-    """Returns the tokens of images of some sizes, by which an index knows the rule of the model that it was made for."""
+    """Returns the tokens of items of some sizes, by which an index knows the rule of the model that it is for."""
     made = []
     for height, width in _PROBES:
         for shape in (

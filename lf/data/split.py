@@ -12,8 +12,9 @@ _SHOWN = 5
 def check_split(data: DataConfig, held_out: DataConfig | None) -> None:
     """Raises ValueError where text that `held_out` (`eval.data`) holds out of its files may be trained on by `data`.
 
-    So it is with chats. Two sources with a file in common split it alike only with the same `held_out`, and hold out nothing where the
-    training side takes all of it. Text that is evaluated with `part` "all" or "train" is known to be trained on.
+    Two sources with a file in common split it alike only with the same `held_out`, and hold out nothing where the
+    training side takes all of it. Text that is evaluated with `part` "all" or "train" is known to be trained on. Chats
+    are as text.
 
     So it is with episodes of robot data that `held_out` names while `data` takes some of them, but not just the same
     ones. A whole dataset that is evaluated (`episodes` None) is known to be trained on.
