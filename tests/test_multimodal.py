@@ -583,8 +583,8 @@ def squares(folder: Path, count: int) -> Path:
     for at in range(count):
         name, colour = list(COLOURS.items())[at % 4]
         pixels = rng.integers(0, 40, (16, 24, 3), np.uint8)
-        top, left = rng.integers(0, 8), rng.integers(0, 16)
-        pixels[top : top + 8, left : left + 8] = colour
+        top, left = rng.integers(0, 4), rng.integers(0, 12)
+        pixels[top : top + 12, left : left + 12] = colour
         Image.fromarray(pixels).save(folder / f"{at}.png")
         made.append(sample("colour?", name, f"{at}.png"))
     return jsonl(folder, *made)
@@ -615,10 +615,10 @@ cfg = lf.Run(
     tokenizer=lf.TrainedBpe(vocab=300, special={special!r}),
     data=chats,
     batch=16,
-    optim=lf.AdamW(lr=1e-2, schedule=lf.Cosine(warmup=5)),
+    optim=lf.AdamW(lr=5e-3, schedule=lf.Cosine(warmup=5)),
     parallel=lf.MegatronParallel(micro_batch=16),
-    steps=60,
-    eval=lf.Eval(data=attrs.evolve(chats, part="held_out"), every=60),
+    steps=40,
+    eval=lf.Eval(data=attrs.evolve(chats, part="held_out"), every=40),
 )
 """
 
@@ -636,8 +636,8 @@ def test_a_tiny_model_learns_the_colour_of_a_square(workers: Workers, tmp_path: 
     file.write_text(CONFIG.format(path=str(squares(tmp_path, 96)), special=SPECIAL), encoding="utf-8")
     (lines,) = workers.run(1, go, file, tmp_path / "run")
     losses = [float(line.split()[-1]) for line in lines if "held-out loss" in line]
-    # Half of what is learnt is the token that ends the answer; guessing the colour costs ln 4 a sample.
-    assert losses[-1] < 0.1, lines
+    # Half of what is learnt is the token that ends an answer; guessing costs ln 4 / 2 = 0.69 of a token.
+    assert losses[-1] < 0.3, lines
 
 
 def test_prepare_states_an_index_and_shows_samples(
