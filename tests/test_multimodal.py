@@ -1,5 +1,6 @@
 """Chats with images and videos: processors, templates, labels, files, packing, and a model that learns from them."""
 
+import functools
 import io
 import json
 import os
@@ -20,17 +21,19 @@ from PIL import Image
 
 from lf.config import load
 from lf.data.chat_text import CHATML, Encoded, Item, Message, Tokens, encode, open_template, rendered
-from lf.data.config import AnyresPictures, ChatData, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures
+from lf.data.config import AnyresPictures, ChatData, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures, TrainedBpe
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.media import Fitted, Shape, fit, patches_of
 from lf.data.multimodal import ChatRows, cut
 from lf.data.source import DataCtx, open_data
 from lf.data.split import check_split
+from lf.data.tokenizer import open_tokenizer
 from lf.data.video import write_video
 from lf.devices.cpu import cpu
-from lf.models.media import Media, MediaRules, media_rules
-from lf.models.spec import IGNORE, collate
+from lf.models.media import Media, MediaRules, media_rules, media_tokens
+from lf.models.spec import IGNORE
 from lf.models.toy import Toy
+from lf.models.vlms.llava import llava_onevision_7b
 from lf.plan.packing import plan_whole
 from lf.train import checkpoint
 from lf.train.loop import train
@@ -227,6 +230,73 @@ def test_a_video_is_sampled_sized_and_cut_into_patches() -> None:
     for frame, (group, slot) in ((0, (0, 0)), (1, (0, 1)), (2, (1, 0)), (2, (1, 1))):
         alone = patches_of(SMALL, still, frames[frame][None]).reshape(16, 3, 2, 16)
         np.testing.assert_array_equal(patches[group, :, :, slot], alone[:, :, 0])
+
+
+def written(fitted: Fitted, token: str) -> str:
+    return "".join(str(what) if kind != "media" else token * int(what) for kind, what in fitted.pieces)
+
+
+def test_what_stands_for_an_item_is_what_the_processors_of_transformers_write() -> None:
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    # Whole processors need torchvision, their rules do not.
+    three = types.SimpleNamespace(image_token="I", video_token="V", vision_start_token="<|vision_start|>")
+    three.vision_end_token = "<|vision_end|>"
+    three.image_processor = three.video_processor = types.SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    three._calculate_timestamps = functools.partial(Qwen3VLProcessor._calculate_timestamps, three)
+    image = fit(Qwen3Pictures(), Shape(height=300, width=421), blocks)
+    grids = {"image_grid_thw": np.array(image.media.grids)}
+    assert written(image, "I") == Qwen3VLProcessor.replace_image_token(three, grids, 0)
+    for frames in (7, 8, 61):
+        clip = fit(Qwen3Pictures(), Shape(height=90, width=120, kind="video", frames=frames, fps=3.0), blocks)
+        meta = types.SimpleNamespace(fps=3.0, frames_indices=list(clip.frames))
+        inputs = {"video_grid_thw": np.array(clip.media.grids), "video_metadata": [meta]}
+        assert written(clip, "V") == Qwen3VLProcessor.replace_video_token(three, inputs, 0)
+
+    tiles = TilePictures(tile=56, patch=14, frames=3)
+    inner = types.SimpleNamespace(start_image_token="<img>", end_image_token="</img>", image_token="I")
+    inner.image_seq_length = 4
+    image = fit(tiles, Shape(height=100, width=300), blocks)
+    patches = {"num_patches": [len(image.media.grids)]}
+    assert written(image, "I") == InternVLProcessor.replace_image_token(inner, patches, 0)
+    clip = fit(tiles, Shape(height=90, width=120, kind="video", frames=9, fps=3.0), blocks)
+    pixels = {"pixel_values_videos": [np.zeros((3, 1))]}
+    assert written(clip, "I") == InternVLProcessor.replace_video_token(inner, pixels, 0)
+
+    cfg = AnyresPictures()
+    count = functools.partial(media_tokens, llava_onevision_7b)
+    ours = types.SimpleNamespace(image_processor=types.SimpleNamespace(image_grid_pinpoints=cfg.pinpoints))
+    ours.num_image_tokens, ours.vision_aspect_ratio = 729, "anyres_max_9"
+    ours._get_unpadded_features = functools.partial(LlavaOnevisionProcessor._get_unpadded_features, ours)
+    for height, width in ((300, 500), (384, 384), (2000, 700), (33, 900)):
+        fitted = fit(cfg, Shape(height=height, width=width), count)
+        assert fitted.tokens == LlavaOnevisionProcessor._get_number_of_features(ours, height, width, 384, 384)
+
+
+def test_tokens_are_those_of_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    texts = ("What is\n\n  this?  <|im_end|>" * 3, "It is a cat.\n\n\nOr not")
+    turns = [sample(texts[0], texts[1])["messages"], sample("And?", "No")["messages"]]
+    data = ChatData(paths=(str(jsonl(tmp_path, {"messages": turns[0] + turns[1]})),))
+    own = open_tokenizer(TrainedBpe(vocab=320, special=SPECIAL), data, DataCtx(seed=0, cache_dir=tmp_path / "cache"))
+    template, _ = open_template("chatml", own, "data")
+    messages = [said("user", "<image>", texts[0]), said("assistant", texts[1]), said("user", "And?")]
+    fitted = fit(SMALL, Shape(height=16, width=16), blocks)
+    names = Tokens(image="<|image_pad|>", video="<|video_pad|>", announce="<|video_pad|>")
+    made = encode(rendered(template, own.special, messages), [fitted], own, names)
+    assert own.special == {"<|endoftext|>": 0, **{name: 1 + at for at, name in enumerate(SPECIAL)}}
+
+    (folder,) = (path for path in (tmp_path / "cache/tokenizers").iterdir() if path.is_dir())
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    pieces = rendered(template, own.special, messages)
+    forged = "".join(piece.text for piece in pieces).replace(texts[0], texts[0].replace("<|im_end|>", "."))
+    plain = [said("user", "<image>", texts[0].replace("<|im_end|>", ".")), *messages[1:]]
+    ids = theirs(forged.replace("<|image_pad|>", "<|image_pad|>" * 4))["input_ids"]
+    assert encode(rendered(template, own.special, plain), [fitted], own, names).tokens == ids
+    assert made.tokens.count(own.special["<|im_end|>"]) == 3
 
 
 @pytest.mark.parametrize(
