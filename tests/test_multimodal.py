@@ -21,7 +21,18 @@ from PIL import Image
 
 from lf.config import load
 from lf.data.chat_text import CHATML, Encoded, Item, Message, Tokens, encode, open_template, rendered
-from lf.data.config import AnyresPictures, ChatData, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures, TrainedBpe
+from lf.data.config import (
+    AnyresPictures,
+    ChatData,
+    Mixture,
+    Pictures,
+    Qwen3Pictures,
+    Qwen25Pictures,
+    TextData,
+    TilePictures,
+    TrainedBpe,
+    Weighted,
+)
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.media import Fitted, Shape, fit, patches_of
 from lf.data.multimodal import ChatRows, cut
@@ -31,9 +42,10 @@ from lf.data.tokenizer import open_tokenizer
 from lf.data.video import write_video
 from lf.devices.cpu import cpu
 from lf.models.media import Media, MediaRules, media_rules, media_tokens
-from lf.models.spec import IGNORE
+from lf.models.spec import IGNORE, collate
 from lf.models.toy import Toy
 from lf.models.vlms.llava import llava_onevision_7b
+from lf.models.vlms.qwen_vl import qwen3_vl_tiny
 from lf.plan.packing import plan_whole
 from lf.train import checkpoint
 from lf.train.loop import train
@@ -310,6 +322,8 @@ def test_tokens_are_those_of_a_tokenizer_of_transformers(tmp_path: Path) -> None
 def test_what_cannot_be_taken_is_refused(shape: Shape, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         fit(Qwen3Pictures(), shape, blocks)
+    with pytest.raises(ValueError, match="is above"):
+        Qwen3Pictures(min_pixels=20, max_pixels=10)
 
 
 # Templates and labels.
@@ -534,6 +548,28 @@ def test_whole_documents_are_packed_once_each_into_rows_with_room(lengths: list[
     assert len(fills) <= 2 * -(-sum(lengths) // 50) + len(lengths) // 32
 
 
+def test_chats_and_texts_mix_and_become_a_micro_batch(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("some text " * 60, encoding="utf-8")
+    made = [sample(f"q{i}", "a", str(save(tmp_path / f"{i}.png", 16, 24, i))) for i in range(4)]
+    data = Mixture(
+        parts=(
+            Weighted(
+                data=ChatData(paths=(str(jsonl(tmp_path, *made)),), template="chatml", pictures=SMALL, seq_len=96)
+            ),
+            Weighted(data=TextData(paths=(str(tmp_path / "t.txt"),), seq_len=96)),
+        )
+    )
+    text = attrs.evolve(qwen3_vl_tiny.text, vocab=300)
+    model = attrs.evolve(qwen3_vl_tiny, text=text, image_token=IMAGE, video_token=VIDEO, start_token=259, end_token=260)
+    rules = media_rules(model)
+    rows = open_data(data, DataCtx(seed=0, cache_dir=tmp_path / "cache", tokenizer=tokenizer(), media=rules))
+    found = [rows.row(0, i) for i in range(4)]
+    batch = collate(model, found, found[0])
+    assert {"0", "1"} == {row["id"].split("/")[0] for row in found}
+    assert (batch["tokens"].flatten()[batch["slots"]] == IMAGE).all()
+    assert len(batch["slots"]) == int((batch["tokens"] == IMAGE).sum()) == sum(map(blocks, batch["media"])) > 0
+
+
 # Too long.
 
 
@@ -573,6 +609,33 @@ def test_what_is_cut_off_is_never_a_part_of_an_image(tmp_path: Path, seq_len: in
     for row in (rows.row(0, i) for i in range(len(rows))):
         assert row["tokens"].tolist().count(IMAGE) == sum(map(blocks, row["media"]))
     assert rows.describe()["cut"] + rows.describe()["dropped"] == 1
+
+
+def test_of_items_that_a_template_shows_in_another_order_the_right_ones_are_kept(tmp_path: Path) -> None:
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    # The last image of a message is shown first, behind all texts.
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}<|im_end|>{% else %}"
+        "{% for c in m.content %}{% if c.type == 'video' %}<|video_pad|>{% endif %}{% endfor %}"
+        "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}"
+        f"{{% for c in m.content %}}{{% if c.type == 'image' %}}{image}{{% endif %}}{{% endfor %}}"
+        "{% endif %}{% endfor %}"
+    )
+    pytest.importorskip("av")
+    (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
+    save(tmp_path / "a.png")
+    write_video(tmp_path / "v.mp4", [picture(32, 32, i) for i in range(4)], Fraction(4))
+    turns = [
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": [{"type": "image", "path": "a.png"}, {"type": "video", "path": "v.mp4"}]},
+        {"role": "assistant", "content": "bye"},
+    ]
+    path = jsonl(tmp_path, {"messages": turns})
+    whole = chats(tmp_path, path, template=str(tmp_path / "t.jinja")).row(0, 0)
+    at = whole["tokens"].tolist().index(IMAGE)
+    rows = chats(tmp_path, path, template=str(tmp_path / "t.jinja"), seq_len=at + 1, too_long="cut")
+    assert [item.kind for item in rows.row(0, 0)["media"]] == ["video"]
+    assert rows.describe()["cut"] == 1
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), max_size=5))

@@ -165,6 +165,13 @@ class Qwen3Pictures(Pictures):
     max_frames: int = attrs.field(default=768, validator=ge(1))
     """Most frames of a video that are taken."""
 
+    def __attrs_post_init__(self) -> None:
+        for low, high in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"pictures.{low} = {getattr(self, low)} is above pictures.{high} = {getattr(self, high)}; lower it"
+                )
+
 
 @attrs.frozen(kw_only=True)
 class Qwen25Pictures(Qwen3Pictures):

@@ -305,7 +305,9 @@ class _Maker:
         if self.cfg.too_long == "drop":
             return encoded, entries, "dropped"
         kept = cut(encoded, most)
-        return kept, entries[: len(kept.spans)], "cut" if any(kept.learnt[1:]) else "dropped"
+        # A template may show images in another order than the messages.
+        left = [e for e, span in zip(entries, encoded.spans, strict=True) if span[1] <= len(kept.tokens)]
+        return kept, left, "cut" if any(kept.learnt[1:]) else "dropped"
 
     def _smaller(self, sample: Sample, entries: list[Entry], most: int) -> tuple[Encoded, list[Entry], str]:
         level = 1
