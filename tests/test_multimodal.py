@@ -221,6 +221,25 @@ def test_sizes_and_frames_of_videos_are_those_of_transformers(height: int, width
     assert made.media.seconds == pytest.approx(2 / (len(wanted) / (frames / fps)))
 
 
+@pytest.mark.parametrize("size", [(90, 120), (200, 311)])
+def test_pixels_of_videos_are_nearly_those_of_transformers(size: tuple[int, int]) -> None:
+    pytest.importorskip("torchvision", reason="the video processors of transformers need it")
+    import torch
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    three = Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 25165824}, cap_pixels_per_frame=False)
+    two = Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
+    smooth = [Image.fromarray(picture(12, 16, seed)).resize(size[::-1], Image.Resampling.BICUBIC) for seed in range(8)]
+    frames = np.stack([np.asarray(each) for each in smooth])
+    for cfg, processor in ((Qwen3Pictures(), three), (Qwen25Pictures(), two)):
+        fitted = fit(cfg, Shape(height=size[0], width=size[1], kind="video", frames=8, fps=2.0), blocks)
+        videos = [torch.from_numpy(frames).permute(0, 3, 1, 2)]
+        found = processor(videos=videos, do_sample_frames=False, return_tensors="pt")["pixel_values_videos"].numpy()
+        apart = np.abs(patches_of(cfg, fitted, frames) - found).max() * min(cfg.std) * 255
+        assert apart < 2.1
+
+
 def test_a_video_is_sampled_sized_and_cut_into_patches() -> None:
     # 10 s at 30 frames a second: 20 frames of 2 a second, 10 grids; its pixels fit, and 22.5 blocks round to even.
     shape = Shape(height=720, width=1280, kind="video", frames=300, fps=30.0)
