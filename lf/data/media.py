@@ -188,7 +188,8 @@ def _(cfg: Qwen25Pictures, shape: Shape, count: Count, alone: bool = True) -> Fi
     number = int(wanted // cfg.frames) * cfg.frames
     if not number:
         raise ValueError(f"a video of {shape.frames} frames, fewer than the {cfg.frames} of a patch; give more frames")
-    frames = tuple(int(at * (shape.frames / number)) for at in range(number))
+    # In float32 before the fraction goes, as there: 45 * (138 / 54) is 115.
+    frames = tuple((np.arange(number) * (shape.frames / number)).astype(np.float32).astype(int).tolist())
     size = _blocks(shape.height, shape.width, cfg.patch * cfg.merge, 1, cfg.video_min_pixels, cfg.video_max_pixels)
     media = _qwen_media(cfg, shape, size, frames)
     return Fitted(media=media, tokens=count(media), pieces=(("media", count(media)),), frames=frames, size=size)
