@@ -7,15 +7,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lf.data.config import AnyresPictures as AnyresPictures
     from lf.data.config import Augment as Augment
     from lf.data.config import Camera as Camera
+    from lf.data.config import ChatData as ChatData
     from lf.data.config import DataConfig as DataConfig
     from lf.data.config import HfTokenizer as HfTokenizer
     from lf.data.config import LeRobotData as LeRobotData
     from lf.data.config import Mixture as Mixture
     from lf.data.config import Normalise as Normalise
+    from lf.data.config import Qwen3Pictures as Qwen3Pictures
+    from lf.data.config import Qwen25Pictures as Qwen25Pictures
     from lf.data.config import Signal as Signal
     from lf.data.config import TextData as TextData
+    from lf.data.config import TilePictures as TilePictures
     from lf.data.config import TokenizerConfig as TokenizerConfig
     from lf.data.config import TrainedBpe as TrainedBpe
     from lf.data.config import Weighted as Weighted
@@ -43,8 +48,9 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "lf.data.config": (
-        *("Augment", "Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal"),
-        *("TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
+        *("AnyresPictures", "Augment", "Camera", "ChatData", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture"),
+        *("Normalise", "Qwen25Pictures", "Qwen3Pictures", "Signal", "TextData", "TilePictures", "TokenizerConfig"),
+        *("TrainedBpe", "Weighted"),
     ),
     "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("Hetero", "MegatronParallel", "TorchParallel"),

@@ -23,7 +23,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lf.models": ("lf.models", "lf.devices", "lf.kernels", "lf.storage"),
     "lf.parallel": ("lf.parallel", "lf.models.spec", "lf.models.layers", "lf.devices"),
     "lf.plan": ("lf.plan", "lf.models.spec", "lf.parallel.config"),
-    "lf.data": ("lf.data", "lf.config", "lf.models.pictures", "lf.models.spec", "lf.plan", "lf.storage"),
+    "lf.data": (
+        *("lf.data", "lf.config", "lf.models.media", "lf.models.pictures", "lf.models.spec", "lf.plan", "lf.storage"),
+    ),
     "lf.train": (
         *("lf.train", "lf.config", "lf.devices", "lf.kernels", "lf.models", "lf.parallel", "lf.plan", "lf.data"),
         *("lf.storage", "lf.terminal"),

@@ -1,5 +1,6 @@
 """Where samples come from, as data; `open_data` in `data/source.py` opens them."""
 
+import itertools
 from typing import Literal
 
 import attrs
@@ -128,6 +129,143 @@ class LeRobotData(DataConfig):
 
 
 @attrs.frozen(kw_only=True)
+class Pictures:
+    """How images and videos become patches; the type says of which family. `data/media.py` has the rules."""
+
+    patch: int = attrs.field(default=16, validator=ge(1))
+    """Pixels of a side of a patch."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Subtracted from red, green and blue, of values from 0 to 1."""
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """What they are divided by after that."""
+    video: str = ""
+    """Special token by which the chat template announces a video; empty is the model's own (`video_token`)."""
+
+
+@attrs.frozen(kw_only=True)
+class Qwen3Pictures(Pictures):
+    """Qwen3-VL's: near its own size, in whole blocks of patches. The defaults are those of the published models."""
+
+    merge: int = attrs.field(default=2, validator=ge(1))
+    """Rows and columns of patches that make a token."""
+    frames: int = attrs.field(default=2, validator=ge(1))
+    """Frames of a patch; an image counts as that many alike."""
+    min_pixels: int = attrs.field(default=65536, validator=ge(1))
+    """Smaller images are enlarged to about so many pixels."""
+    max_pixels: int = attrs.field(default=16777216, validator=ge(1))
+    """Larger images are reduced to about so many pixels."""
+    video_min_pixels: int = attrs.field(default=4096, validator=ge(1))
+    """The same of a video, of all its frames together."""
+    video_max_pixels: int = attrs.field(default=25165824, validator=ge(1))
+    """The same of a video, of all its frames together."""
+    fps: float = attrs.field(default=2.0, validator=gt(0.0))
+    """Frames of a second of a video that are taken."""
+    min_frames: int = attrs.field(default=4, validator=ge(1))
+    """Fewest frames of a video that are taken, where it has them."""
+    max_frames: int = attrs.field(default=768, validator=ge(1))
+    """Most frames of a video that are taken."""
+
+    def __attrs_post_init__(self) -> None:
+        for low, high in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"pictures.{low} = {getattr(self, low)} is above pictures.{high} = {getattr(self, high)}; lower it"
+                )
+
+
+@attrs.frozen(kw_only=True)
+class Qwen25Pictures(Qwen3Pictures):
+    """Qwen2.5-VL's: as Qwen3-VL's, but that pixels of a video are counted in one frame, and its tokens are one run."""
+
+    patch: int = attrs.field(default=14, validator=ge(1))
+    """Pixels of a side of a patch."""
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    """Subtracted from red, green and blue, of values from 0 to 1."""
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    """What they are divided by after that."""
+    min_pixels: int = attrs.field(default=3136, validator=ge(1))
+    """Smaller images are enlarged to about so many pixels."""
+    max_pixels: int = attrs.field(default=12845056, validator=ge(1))
+    """Larger images are reduced to about so many pixels."""
+    video_min_pixels: int = attrs.field(default=100352, validator=ge(1))
+    """The same of one frame of a video."""
+    video_max_pixels: int = attrs.field(default=602112, validator=ge(1))
+    """The same of one frame of a video."""
+
+
+@attrs.frozen(kw_only=True)
+class TilePictures(Pictures):
+    """InternVL's: the tiles of an image resized to the nearest of their layouts, then the whole as one more tile."""
+
+    patch: int = attrs.field(default=14, validator=ge(1))
+    """Pixels of a side of a patch."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Subtracted from red, green and blue, of values from 0 to 1."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    """What they are divided by after that."""
+    tile: int = attrs.field(default=448, validator=ge(1))
+    """Pixels of a side of a tile."""
+    min_tiles: int = attrs.field(default=1, validator=ge(1))
+    """Fewest tiles of an image."""
+    max_tiles: int = attrs.field(default=12, validator=ge(1))
+    """Most tiles of an image, the whole not counted."""
+    frames: int = attrs.field(default=8, validator=ge(1))
+    """Frames of a video, a tile each."""
+    start: str = "<img>"
+    """Special token before an image."""
+    end: str = "</img>"
+    """Special token after an image."""
+    video: str = "<video>"
+    """Special token by which the chat template announces a video."""
+
+
+@attrs.frozen(kw_only=True)
+class AnyresPictures(Pictures):
+    """LLaVA-OneVision's: an only image of a sample is its whole and its tiles, one of several a padded square."""
+
+    patch: int = attrs.field(default=14, validator=ge(1))
+    """Pixels of a side of a patch."""
+    tile: int = attrs.field(default=384, validator=ge(1))
+    """Pixels of a side of a tile."""
+    pinpoints: tuple[tuple[int, int], ...] = tuple(itertools.product(range(384, 2305, 384), range(384, 2305, 384)))
+    """Heights and widths in pixels that an image may be resized to before it is cut into tiles."""
+    frames: int = attrs.field(default=32, validator=ge(1))
+    """Frames of a video."""
+
+
+@attrs.frozen(kw_only=True)
+class ChatData(DataConfig):
+    """Conversations with images and videos, packed whole into rows of one length; what assistants say is learnt.
+
+    `docs/multimodal_data.md` has the layouts of the files.
+    """
+
+    paths: tuple[str, ...] = attrs.field(validator=min_len(1))
+    """Files or folders; folders are searched for the suffixes below, in sorted order. No file may be there twice."""
+    suffixes: tuple[str, ...] = (".jsonl", ".parquet", ".tar")
+    """Suffixes of the files that a folder is searched for."""
+    exclude: tuple[str, ...] = ()
+    """Glob patterns, over the path below the folder, of files to leave out; `*` matches slashes too."""
+    pictures: Pictures = Qwen3Pictures()
+    """How images and videos become patches."""
+    template: str = ""
+    """Chat template: a Jinja file, or `chatml`, lf's own; empty takes the tokenizer's."""
+    media_root: str = ""
+    """Folder of the relative paths of images and videos; empty takes that of the file that names them."""
+    seq_len: int = attrs.field(default=4096, validator=ge(2))
+    """Tokens of a row."""
+    too_long: Literal["fail", "drop", "shrink", "cut"] = "fail"
+    """What becomes of a sample of more tokens than a row: an error; left out; its images made smaller until it fits,
+    or left out where none can be; or its end cut off, never inside an image."""
+    max_pixels: int = attrs.field(default=80_000_000, validator=ge(1))
+    """Pixels of an image or of a frame above which it is an error: such a file takes the memory of a machine."""
+    part: Literal["all", "train", "held_out"] = "all"
+    """Which samples: all of them, or one side of the split by the hash of their messages."""
+    held_out: float = attrs.field(default=0.02, validator=and_(ge(0.0), le(1.0)))
+    """Share of the samples on the `held_out` side of the split."""
+
+
+@attrs.frozen(kw_only=True)
 class Weighted:
     """One part of a mixture."""
 
@@ -169,5 +307,7 @@ class TrainedBpe(TokenizerConfig):
 
     vocab: int = attrs.field(default=4096, validator=ge(257))
     """Entries of the vocabulary, the end-of-text token included."""
+    special: tuple[str, ...] = ()
+    """More special tokens, such as those of a chat template; their ids are 1, 2 and so on. That of the end is 0."""
     sample_bytes: int = attrs.field(default=8_000_000, validator=ge(1))
     """Bytes of text that the merges are learnt from, spread evenly over the documents."""

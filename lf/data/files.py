@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import attrs
 
 from lf.data.cache import build_once, key_of
-from lf.data.config import TextData
+from lf.data.config import ChatData, TextData
 
 _SETTLED_NS = 2_000_000_000
 _SHOWN = 12
@@ -59,8 +59,8 @@ class Document:
         return int.from_bytes(hashlib.blake2b(self.text.encode(), digest_size=8).digest())
 
 
-def find_files(cfg: TextData, where: str) -> tuple[TextFile, ...]:
-    """Returns the files of a text source, in the order of `cfg.paths` and sorted within each folder.
+def find_files(cfg: TextData | ChatData, where: str) -> tuple[TextFile, ...]:
+    """Returns the files of a source of text or chats, in the order of `cfg.paths` and sorted within each folder.
 
     Hidden files, hidden folders and `__pycache__` are skipped. Linked folders are entered, unless they lead back to a
     folder above. A file that two of the paths lead to is an error, as it would count twice. `where` names the config in
@@ -129,7 +129,7 @@ def _hash_all(files: Sequence[TextFile]) -> list[str]:
     return digests
 
 
-def _search(cfg: TextData, folder: Path, where: str) -> list[TextFile]:
+def _search(cfg: TextData | ChatData, folder: Path, where: str) -> list[TextFile]:
     files = []
     for name in _walk(folder, "", cfg.exclude, frozenset()):
         if not name.endswith(cfg.suffixes) or any(fnmatchcase(name, pattern) for pattern in cfg.exclude):

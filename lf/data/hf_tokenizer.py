@@ -39,6 +39,8 @@ class Tokenizer:
     """sha256 of `tokenizer.json`."""
     files: Mapping[str, bytes]
     """Files of the tokenizer by name, as they must stand beside exported weights."""
+    special: Mapping[str, int] = attrs.field(factory=dict)
+    """Ids of the special tokens, which `encode_batch` never gives."""
     start: tuple[int, ...] = ()
     """Ids that its own template puts before a text: PaliGemma's begin-of-text token, say."""
 
@@ -76,6 +78,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         eos=_eos(file, inner.token_to_id, vocab),
         fingerprint=hashlib.sha256(data).hexdigest(),
         files={"tokenizer.json": data, **files},
+        special={token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special},
         start=_start(inner),
     )
 

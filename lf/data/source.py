@@ -13,14 +13,16 @@ import attrs
 
 from lf.data.acting import ActingFacts, acting_facts
 from lf.data.cache import key_of
-from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
-from lf.data.files import find_files
+from lf.data.config import ChatData, DataConfig, LeRobotData, Mixture, TextData
+from lf.data.files import file_digests, find_files
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.lerobot import LeRobotRows, check_alike, fit_rows, make_prompt, open_lerobot
 from lf.data.lerobot_choose import Most
 from lf.data.lerobot_meta import read_meta
+from lf.data.multimodal import ChatRows, chat_texts, open_chat
 from lf.data.normalise import Floats, Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
+from lf.models.media import MediaRules
 from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
 
@@ -63,6 +65,8 @@ class DataCtx:
     """Makes the text that the run's policy reads of a task and a scaled state; None where there is none."""
     prompt_limit: int = 0
     """Most tokens of it that the policy takes (`model.prompt`); 0 sets no limit."""
+    media: MediaRules | None = None
+    """What the run's model makes of images and videos; None where it takes none."""
     path: str = "data"
     """Where the config stands in the run, as errors name it."""
     normalisers: Normalisers | None = None
@@ -103,6 +107,13 @@ def locate(rows: Sized, k: int) -> tuple[int, int]:
 @open_data.register
 def _(cfg: TextData, ctx: DataCtx) -> TextRows:
     return open_text(cfg, tokenizer=ctx.tokenizer, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
+
+
+@open_data.register
+def _(cfg: ChatData, ctx: DataCtx) -> ChatRows:
+    return open_chat(
+        cfg, tokenizer=ctx.tokenizer, rules=ctx.media, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path
+    )
 
 
 @open_data.register
@@ -150,6 +161,16 @@ def _(cfg: TextData, ctx: DataCtx) -> Texts:
     return Texts(
         key=lambda: key_of(text_key(cfg, files, ctx.cache_dir), *side),
         read=lambda: read_texts(cfg, files),
+    )
+
+
+@texts.register
+def _(cfg: ChatData, ctx: DataCtx) -> Texts:
+    files = find_files(cfg, ctx.path)
+    side = () if cfg.part == "all" else (cfg.part, cfg.held_out)
+    return Texts(
+        key=lambda: key_of("chats", file_digests(files, ctx.cache_dir), *side),
+        read=lambda: chat_texts(cfg, files),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from lf.data.config import DataConfig, LeRobotData, Mixture, TextData
+from lf.data.config import ChatData, DataConfig, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
 
 _SHOWN = 5
@@ -13,7 +13,8 @@ def check_split(data: DataConfig, held_out: DataConfig | None) -> None:
     """Raises ValueError where text that `held_out` (`eval.data`) holds out of its files may be trained on by `data`.
 
     Two sources with a file in common split it alike only with the same `held_out`, and hold out nothing where the
-    training side takes all of it. Text that is evaluated with `part` "all" or "train" is known to be trained on.
+    training side takes all of it. Text that is evaluated with `part` "all" or "train" is known to be trained on. Chats
+    are as text.
 
     So it is with episodes of robot data that `held_out` names while `data` takes some of them, but not just the same
     ones. A whole dataset that is evaluated (`episodes` None) is known to be trained on.
@@ -62,8 +63,8 @@ def _robots(cfg: DataConfig | None, path: str) -> Iterator[tuple[str, LeRobotDat
             yield from _robots(part.data, f"{path}.parts[{at}].data")
 
 
-def _parts(cfg: DataConfig | None, path: str) -> Iterator[tuple[str, TextData]]:
-    if isinstance(cfg, TextData):
+def _parts(cfg: DataConfig | None, path: str) -> Iterator[tuple[str, TextData | ChatData]]:
+    if isinstance(cfg, TextData | ChatData):
         yield path, cfg
     elif isinstance(cfg, Mixture):
         for at, part in enumerate(cfg.parts):

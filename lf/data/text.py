@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lf.data.cache import build_once, key_of
-from lf.data.config import TextData
+from lf.data.config import ChatData, TextData
 from lf.data.files import Document, TextFile, file_digests, find_files, read_documents
 from lf.data.hf_tokenizer import Tokenizer
 from lf.plan.packing import EpochPlan, pack_row, pieces, plan_epoch, row_count
@@ -103,13 +103,7 @@ def open_text(cfg: TextData, *, tokenizer: Tokenizer | None, seed: int, cache_di
     """
     if tokenizer is None:
         raise ValueError(f"{where} is text, which needs a tokenizer; set tokenizer to TrainedBpe() or HfTokenizer(...)")
-    if (cfg.part, cfg.held_out) in (("held_out", 0.0), ("train", 1.0)):
-        what = (
-            "nothing is held out" if cfg.part == "held_out" else "everything is held out, and nothing left to train on"
-        )
-        raise ValueError(
-            f"{where}.part = {cfg.part!r} with held_out = {cfg.held_out}: {what}; set {where}.held_out between 0 and 1"
-        )
+    check_part(cfg, where)
     files = find_files(cfg, where)
     content = text_key(cfg, files, cache_dir)
 
@@ -145,6 +139,17 @@ def open_text(cfg: TextData, *, tokenizer: Tokenizer | None, seed: int, cache_di
     )
 
 
+def check_part(cfg: TextData | ChatData, where: str) -> None:
+    """Raises ValueError where the side of the split that `cfg.part` names is empty by its own settings."""
+    if (cfg.part, cfg.held_out) in (("held_out", 0.0), ("train", 1.0)):
+        what = (
+            "nothing is held out" if cfg.part == "held_out" else "everything is held out, and nothing left to train on"
+        )
+        raise ValueError(
+            f"{where}.part = {cfg.part!r} with held_out = {cfg.held_out}: {what}; set {where}.held_out between 0 and 1"
+        )
+
+
 def text_key(cfg: TextData, files: Sequence[TextFile], cache_dir: Path) -> str:
     """Returns a hash of everything that decides which documents the files hold."""
     kinds = [file.kind for file in files]
@@ -167,7 +172,7 @@ def read_texts(cfg: TextData, files: Sequence[TextFile]) -> Iterator[str]:
             yield document.text
 
 
-def on_side(hashes: NDArray[np.uint64], cfg: TextData) -> NDArray[np.bool_]:
+def on_side(hashes: NDArray[np.uint64], cfg: TextData | ChatData) -> NDArray[np.bool_]:
     """Returns which documents, given by their hashes, are on the side of the split that `cfg.part` names."""
     held_out = (hashes >> np.uint64(11)) * 2.0**-53 < cfg.held_out
     return {"all": np.ones_like(held_out), "train": ~held_out, "held_out": held_out}[cfg.part]

@@ -41,7 +41,7 @@ def _(cfg: TrainedBpe, data: DataConfig, ctx: DataCtx) -> Tokenizer:
         check_unchanged(content, source.key(), ctx.path)
         return made
 
-    folder = ctx.cache_dir / "tokenizers" / key_of(_FORMAT, cfg.vocab, cfg.sample_bytes, content)
+    folder = ctx.cache_dir / "tokenizers" / key_of(_FORMAT, cfg.vocab, cfg.sample_bytes, content, *cfg.special)
     build_once(folder, build)
     return read_tokenizer(folder)
 
@@ -79,7 +79,7 @@ def _train(folder: Path, cfg: TrainedBpe, read: Callable[[], Iterator[str]]) -> 
     trainer = trainers.BpeTrainer(
         vocab_size=cfg.vocab,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *cfg.special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -1,12 +1,13 @@
 """Images and videos of a row: what is known of them before a model has seen them, and what a model makes of them."""
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import attrs
 from torch import nn
 
-from lf.models.spec import Ctx, ModelConfig, no_rule
+from lf.models.spec import Ctx, ModelConfig, has_rule, no_rule
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of a picture, in patches."""
@@ -58,3 +59,26 @@ def media_tokens(cfg: ModelConfig, media: Media) -> int:
 def media_flops(cfg: ModelConfig, media: Media) -> float:
     """Returns the floating point operations of forward and backward until an image or a video is tokens."""
     raise no_rule(media_flops, cfg)
+
+
+@functools.singledispatch
+def media_ids(cfg: ModelConfig) -> tuple[int, int]:
+    """Returns the token ids that stand where the features of images, and of videos, go."""
+    raise no_rule(media_ids, cfg)
+
+
+@attrs.frozen(kw_only=True)
+class MediaRules:
+    """What data must know of a model that takes images."""
+
+    count: Callable[[Media], int]
+    """Returns how many tokens of a row an image or a video takes."""
+    ids: tuple[int, int]
+    """Token ids that stand where the features of images, and of videos, go."""
+
+
+def media_rules(cfg: ModelConfig) -> MediaRules | None:
+    """Returns what data must know of a model; None where it takes no images."""
+    if not has_rule(media_tokens, cfg):
+        return None
+    return MediaRules(count=functools.partial(media_tokens, cfg), ids=media_ids(cfg))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.decoder import DecoderConfig, decoder_inputs
-from lf.models.media import Media, build_encoder, media_flops, media_tokens, takes_media
+from lf.models.media import Media, build_encoder, media_flops, media_ids, media_tokens, takes_media
 from lf.models.recorded import recorded_rows
 from lf.models.vision.projector import Anyres, Projector, tokens_of
 from lf.models.vision.tower import Tower, VisionConfig, tower_flops, tower_of
@@ -216,6 +216,11 @@ def _(cfg: Vlm, ctx: spec.Ctx) -> nn.Module:
 @media_tokens.register
 def _(cfg: Vlm, media: Media) -> int:
     return tokens_of(cfg.projector, media)
+
+
+@media_ids.register
+def _(cfg: Vlm) -> tuple[int, int]:
+    return cfg.image_token, cfg.video_token
 
 
 @media_flops.register

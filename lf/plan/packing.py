@@ -93,3 +93,38 @@ def pack_row(
     lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
     padding = (seq_len - real,) if real < seq_len else ()
     return PackedRow(tokens=tokens, labels=labels, lengths=lengths + padding, real=real)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class WholePlan:
+    """Rows of whole documents: none is cut."""
+
+    documents: NDArray[np.int64]
+    """[D] the documents of all rows, row by row."""
+    bounds: NDArray[np.int64]
+    """[R + 1] where in `documents` each row starts, then their number."""
+
+
+def plan_whole(lengths: NDArray[np.int64], seq_len: int, seed: int, open_rows: int = 32) -> WholePlan:
+    """Returns rows of at most `seq_len` tokens of documents of `lengths` [D], none longer; the arguments alone decide.
+
+    The documents come in a random order, and each goes into the first of the last `open_rows` rows that has room. The
+    rows are the same in every epoch, so that an epoch always has as many; their order is for the caller to draw.
+    """
+    rows: list[list[int]] = []
+    open_: list[tuple[int, int]] = []  # Rows that may have room, and how much.
+    for document in permutation(len(lengths), seed, 0, 2).tolist():
+        length = int(lengths[document])
+        place = next((at for at, (_, room) in enumerate(open_) if room >= length), None)
+        if place is None:
+            open_.append((len(rows), seq_len))
+            rows.append([])
+            open_ = open_[-open_rows:]
+            place = len(open_) - 1
+        row, room = open_[place]
+        rows[row].append(document)
+        open_[place] = (row, room - length)
+    return WholePlan(
+        documents=np.array(list(itertools.chain.from_iterable(rows)), np.int64),
+        bounds=np.concatenate([np.zeros(1, np.int64), np.cumsum([len(row) for row in rows], dtype=np.int64)]),
+    )

@@ -24,7 +24,7 @@ from lf.devices.device import Device
 from lf.models.hf_save import check_target
 from lf.models.layouts import fitted
 from lf.models.lora import merged
-from lf.models.media import takes_media
+from lf.models.media import media_rules, takes_media
 from lf.models.peft import FILES as ADAPTER_FILES
 from lf.models.peft import read_adapter, save_adapter
 from lf.models.spec import (
@@ -369,6 +369,7 @@ def _open(
         tokenizer=tokenizer,
         prompt=functools.partial(prompt, model) if has_rule(prompt, model) else None,
         prompt_limit=prompt_limit(model),
+        media=media_rules(model),
         path=path,
         normalisers=normalisers,
         training=training,
