@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from lf.data.config import Augment as Augment
     from lf.data.config import Camera as Camera
     from lf.data.config import DataConfig as DataConfig
+    from lf.data.config import Encoding as Encoding
     from lf.data.config import HfTokenizer as HfTokenizer
+    from lf.data.config import LatentData as LatentData
     from lf.data.config import LeRobotData as LeRobotData
+    from lf.data.config import MediaData as MediaData
     from lf.data.config import Mixture as Mixture
     from lf.data.config import Normalise as Normalise
     from lf.data.config import Signal as Signal
@@ -42,8 +45,8 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "lf.data.config": (
-        *("Augment", "Camera", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture", "Normalise", "Signal"),
-        *("TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
+        *("Augment", "Camera", "DataConfig", "Encoding", "HfTokenizer", "LatentData", "LeRobotData", "MediaData"),
+        *("Mixture", "Normalise", "Signal", "TextData", "TokenizerConfig", "TrainedBpe", "Weighted"),
     ),
     "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("MegatronParallel", "TorchParallel"),

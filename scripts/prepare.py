@@ -1,18 +1,19 @@
-"""Prepares robot data, offline: `python scripts/prepare.py check DIR`, `convert SRC DST`, `view-episodes DIR`."""
+"""Prepares data, offline: that of robots by `prepare.py check`, `convert` and `view-episodes`, media by `latents`."""
 
 import json
 import sys
 
 import tyro
 
+from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import Check, Convert, ViewEpisodes, run
 from lf.terminal import prepare, say
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done and well, 1 something is wrong, 2 bad usage."""
-    args: Check | Convert | ViewEpisodes = tyro.cli(
-        Check | Convert | ViewEpisodes, args=argv, prog="prepare.py", description=__doc__
+    args: Check | Convert | ViewEpisodes | Latents = tyro.cli(
+        Check | Convert | ViewEpisodes | Latents, args=argv, prog="prepare.py", description=__doc__
     )
     prepare()
     try:
