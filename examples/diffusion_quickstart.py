@@ -27,7 +27,7 @@ from lf.models.diffusion.latent import latent_batch, with_draws
 from lf.models.diffusion.wan import Wan
 from lf.models.spec import sample
 
-FRAMES, SIDE, DIM = 5, 16, 32
+FRAMES, SIDE, DIM = 5, 12, 32
 COLOURS = {"red": (1, -1, -1), "green": (-1, 1, -1), "blue": (-1, -1, 1)}
 SHAPES = ("square", "cross")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
@@ -40,14 +40,14 @@ def shape_mask(shape: str, y: float, x: float) -> NDArray[np.bool_]:
     at = np.arange(SIDE)
     dy, dx = np.abs(at - y)[:, None], np.abs(at - x)[None]
     if shape == "square":
-        return (dy <= 3) & (dx <= 3)
-    return ((dy <= 1) & (dx <= 3)) | ((dy <= 3) & (dx <= 1))
+        return (dy < 2.6) & (dx < 2.6)
+    return ((dy < 0.9) & (dx < 2.6)) | ((dy < 2.6) & (dx < 0.9))
 
 
 def clip_of(caption: tuple[str, str, str], start: tuple[float, float]) -> Pixels:
-    """Returns a clip [3, F, S, S] of values from -1 to 1: a shape on black that moves a pixel and a half a frame."""
+    """Returns a clip [3, F, S, S] of values from -1 to 1: a shape on black that moves a pixel a frame."""
     colour, shape, direction = caption
-    step = 1.5 * np.array(DIRECTIONS[direction])
+    step = np.array(DIRECTIONS[direction])
     clip = np.full((3, FRAMES, SIDE, SIDE), -1.0, np.float32)
     for frame in range(FRAMES):
         y, x = np.array(start) + step * (frame - (FRAMES - 1) / 2)
@@ -87,7 +87,7 @@ class ClipRows:
         rng = np.random.default_rng((self.seed, number))
         caption = CAPTIONS[int(rng.integers(len(CAPTIONS)))]
         middle = (SIDE - 1) / 2
-        clip = clip_of(caption, (middle + rng.uniform(-2, 2), middle + rng.uniform(-2, 2)))
+        clip = clip_of(caption, (middle + rng.uniform(-1, 1), middle + rng.uniform(-1, 1)))
         text = {"text": words(*caption), "empty": words("nothing"), "caption": " ".join(caption)}
         return {"latents": torch.from_numpy(clip), **text, "id": f"clip:{number}"}
 

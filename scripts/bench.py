@@ -16,6 +16,7 @@ from lf.devices.cpu import cpu
 from lf.models.spec import Batch, fake_batch
 from lf.train.comm import process_group
 from lf.train.start import export
+from scripts.benchmarks.diffusion import DiffusionBench, compare_diffusion
 from scripts.benchmarks.loader import LoaderBench, compare_loader
 from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
 from scripts.benchmarks.pi05 import Pi05Bench, compare_pi05
@@ -114,7 +115,18 @@ def loader(args: tyro.conf.OmitArgPrefixes[LoaderBench]) -> int:
     return compare_loader(args)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"peers": peers, "megatron": megatron, "pi05": pi05, "loader": loader}
+def diffusion(args: tyro.conf.OmitArgPrefixes[DiffusionBench]) -> int:
+    """Compares lf's Wan and Qwen-Image with a plain loop of diffusers' modules; returns the exit code."""
+    return compare_diffusion(args)
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "peers": peers,
+    "megatron": megatron,
+    "pi05": pi05,
+    "loader": loader,
+    "diffusion": diffusion,
+}
 
 
 if __name__ == "__main__":

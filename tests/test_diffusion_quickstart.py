@@ -18,7 +18,7 @@ def test_the_measure_knows_right_clips_from_wrong_ones() -> None:
     from diffusion_quickstart import CAPTIONS, clip_of, judge, quality
 
     rng = np.random.default_rng(0)
-    clips = [clip_of(caption, (7.5 + rng.uniform(-2, 2), 7.5 + rng.uniform(-2, 2))) for caption in CAPTIONS]
+    clips = [clip_of(caption, (5.5 + rng.uniform(-1, 1), 5.5 + rng.uniform(-1, 1))) for caption in CAPTIONS]
     noisy = [np.clip(clip + rng.normal(0, 0.3, clip.shape), -1, 1) for clip in clips]
     assert quality(clips) == quality(noisy) == (1.0, 1.0, 1.0)
     for number, caption in enumerate(CAPTIONS):
@@ -41,7 +41,7 @@ def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     for name, part in (("before", before), ("after", after)):
         assert re.search(rf"{name} training, clips agree with their captions: {part:.0%} ", told)
         # Twelve captions below each other, two beside, five frames with an edge of a pixel, three times as large.
-        assert Image.open(f"out/{name}.png").size == (2 * 5 * 18 * 3, 12 * 18 * 3)
+        assert Image.open(f"out/{name}.png").size == (2 * 5 * 14 * 3, 12 * 14 * 3)
     assert Path("out/before.png").read_bytes() != Path("out/after.png").read_bytes()
     lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
