@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 def media(argv: list[str]) -> int:
     """Samples a picture or a video; returns the exit code."""
     from lf.train.loop import FAULTS
-    from scripts.painting import Media, paint
+    from scripts.media.painting import Media, paint
 
     args = tyro.cli(Media, args=argv, prog="generate.py media")
     try:
