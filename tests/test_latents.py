@@ -19,6 +19,7 @@ from lf.data.source import DataCtx, open_data
 from lf.data.split import check_split
 from lf.models import spec
 from lf.models.diffusion.wan import wan_tiny
+from scripts.prepare import main
 from tests.media_tools import make_media, make_pipeline, make_texts, make_vae
 
 HOW: dict[str, Any] = {"sizes": ("32x48", "48x32"), "frames": (9, 5), "dtype": "float32", "text_dtype": "float32"}
@@ -301,3 +302,18 @@ def test_a_split_parts_the_rows_and_is_held_to(home: Path) -> None:
     with pytest.raises(ValueError, match="would be trained on"):
         check_split(lf.LatentData(path=str(home / "cache")), cache)
     check_split(lf.LatentData(path=str(home / "cache"), part="train"), cache)
+
+
+def test_the_script_says_what_it_made_and_what_it_refuses(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["latents", str(home / "media"), str(tmp_path / "cache"), "--pipeline", str(home / "pipeline")]
+    asked = [*given, "--sizes", "32x48", "48x32", "--frames", "9", "--json"]
+    for before in (0, 3):
+        assert main(asked) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["before"] == before
+        assert facts["buckets"] == {"1x32x48": 1, "9x32x48": 1, "9x48x32": 1}
+    assert rows_of(tmp_path / "cache").row(0, 0)["latents"].dtype == torch.bfloat16
+    assert main([*given, "--sizes", "32x48", "--frames", "8"]) == 1
+    assert "the nearest is 9" in capsys.readouterr().err
