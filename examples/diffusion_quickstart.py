@@ -45,9 +45,9 @@ def shape_mask(shape: str, y: float, x: float) -> NDArray[np.bool_]:
 
 
 def clip_of(caption: tuple[str, str, str], start: tuple[float, float]) -> Pixels:
-    """Returns a clip [3, F, S, S] of values from -1 to 1: a shape on black that moves a pixel a frame."""
+    """Returns a clip [3, F, S, S] of values from -1 to 1: a shape on black that moves a pixel and a half a frame."""
     colour, shape, direction = caption
-    step = np.array(DIRECTIONS[direction])
+    step = 1.5 * np.array(DIRECTIONS[direction])
     clip = np.full((3, FRAMES, SIDE, SIDE), -1.0, np.float32)
     for frame in range(FRAMES):
         y, x = np.array(start) + step * (frame - (FRAMES - 1) / 2)
@@ -87,7 +87,7 @@ class ClipRows:
         rng = np.random.default_rng((self.seed, number))
         caption = CAPTIONS[int(rng.integers(len(CAPTIONS)))]
         middle = (SIDE - 1) / 2
-        clip = clip_of(caption, (middle + rng.uniform(-1, 1), middle + rng.uniform(-1, 1)))
+        clip = clip_of(caption, (middle + rng.uniform(-0.5, 0.5), middle + rng.uniform(-0.5, 0.5)))
         text = {"text": words(*caption), "empty": words("nothing"), "caption": " ".join(caption)}
         return {"latents": torch.from_numpy(clip), **text, "id": f"clip:{number}"}
 
@@ -183,7 +183,7 @@ cfg = lf.Run(
     model=MODEL,
     data=Clips(),
     batch=32,
-    optim=lf.AdamW(lr=2e-3, weight_decay=0.0, schedule=lf.Cosine(warmup=50, final=0.02)),
+    optim=lf.AdamW(lr=3e-3, weight_decay=0.0, schedule=lf.Cosine(warmup=40, final=0.02)),
     parallel=lf.TorchParallel(micro_batch=32),
     precision=lf.Precision(),
     steps=1000,

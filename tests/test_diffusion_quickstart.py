@@ -18,7 +18,7 @@ def test_the_measure_knows_right_clips_from_wrong_ones() -> None:
     from diffusion_quickstart import CAPTIONS, clip_of, judge, quality
 
     rng = np.random.default_rng(0)
-    clips = [clip_of(caption, (5.5 + rng.uniform(-1, 1), 5.5 + rng.uniform(-1, 1))) for caption in CAPTIONS]
+    clips = [clip_of(caption, (5.5 + rng.uniform(-0.5, 0.5), 5.5 + rng.uniform(-0.5, 0.5))) for caption in CAPTIONS]
     noisy = [np.clip(clip + rng.normal(0, 0.3, clip.shape), -1, 1) for clip in clips]
     assert quality(clips) == quality(noisy) == (1.0, 1.0, 1.0)
     for number, caption in enumerate(CAPTIONS):
