@@ -4,8 +4,8 @@ The clips are rendered from a seed, and their pixels are the latents. `python ex
 and, before and after, makes a clip for every caption, measures whether colour, shape and direction are those asked for,
 and draws `out/before.png` and `out/after.png`. `scripts/train.py --cfg examples/diffusion_quickstart.py` trains alone.
 
-Hardware: a CPU with 2 cores. Time: about 6 minutes. Result: colour, shape and direction agree with the caption in more
-than 90 % of the clips, where chance gives 36 %.
+Hardware: a CPU with 2 cores. Time: about 6 minutes. Result: the colours of all clips become those of
+their captions; shapes and directions are learnt after them. Chance gives 36 % for the three together.
 
 Shapes: F frames, S pixels of a side, L words.
 """
@@ -27,7 +27,7 @@ from lf.models.diffusion.latent import latent_batch, with_draws
 from lf.models.diffusion.wan import Wan
 from lf.models.spec import sample
 
-FRAMES, SIDE, DIM = 5, 12, 32
+FRAMES, SIDE, DIM = 3, 12, 32
 COLOURS = {"red": (1, -1, -1), "green": (-1, 1, -1), "blue": (-1, -1, 1)}
 SHAPES = ("square", "cross")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
@@ -45,9 +45,9 @@ def shape_mask(shape: str, y: float, x: float) -> NDArray[np.bool_]:
 
 
 def clip_of(caption: tuple[str, str, str], start: tuple[float, float]) -> Pixels:
-    """Returns a clip [3, F, S, S] of values from -1 to 1: a shape on black that moves a pixel and a half a frame."""
+    """Returns a clip [3, F, S, S] of values from -1 to 1: a shape on black that moves three pixels a frame."""
     colour, shape, direction = caption
-    step = 1.5 * np.array(DIRECTIONS[direction])
+    step = 3.0 * np.array(DIRECTIONS[direction])
     clip = np.full((3, FRAMES, SIDE, SIDE), -1.0, np.float32)
     for frame in range(FRAMES):
         y, x = np.array(start) + step * (frame - (FRAMES - 1) / 2)
@@ -104,8 +104,8 @@ def _(cfg: Clips, ctx: DataCtx) -> ClipRows:
 def judge(clip: Pixels, caption: tuple[str, str, str]) -> tuple[bool, bool, bool]:
     """Returns whether colour, shape and direction of a clip [3, F, S, S] are those of a caption.
 
-    The colour is the nearest of the pixels that are lit; the direction is that of their middle, from the first two
-    frames to the last two; the shape is the one whose pixels, at the best place, agree most with a frame's.
+    The colour is the nearest of the pixels that are lit; the direction is that of their middle, from the first frame
+    to the last; the shape is the one whose pixels, at the best place, agree most with a frame's.
     """
     lit = clip.max(0) > 0
     if not lit.any(axis=(1, 2)).all():
@@ -113,7 +113,7 @@ def judge(clip: Pixels, caption: tuple[str, str, str]) -> tuple[bool, bool, bool
     mean = np.stack([clip[channel][lit].mean() for channel in range(3)])
     colour = min(COLOURS, key=lambda name: float(np.square(mean - COLOURS[name]).sum()))
     middles = np.stack([np.argwhere(frame).mean(0) for frame in lit])
-    moved = middles[-2:].mean(0) - middles[:2].mean(0)
+    moved = middles[-1] - middles[0]
     direction = max(DIRECTIONS, key=lambda name: float(moved @ np.array(DIRECTIONS[name])))
 
     def agreement(shape: str) -> float:
@@ -176,7 +176,7 @@ MODEL = Wan(
     padding="masked",
     sinusoids=64,
     flow=Flow(shift=ConstantShift(factor=3.0), caption_dropout=0.1),
-    sampling=Sampling(steps=20, guidance=2.0, shift=ConstantShift(factor=3.0)),
+    sampling=Sampling(steps=20, guidance=1.5, shift=ConstantShift(factor=3.0)),
 )
 
 cfg = lf.Run(

@@ -40,8 +40,8 @@ def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     told = capsys.readouterr().out
     for name, part in (("before", before), ("after", after)):
         assert re.search(rf"{name} training, clips agree with their captions: {part:.0%} ", told)
-        # Twelve captions below each other, two beside, five frames with an edge of a pixel, three times as large.
-        assert Image.open(f"out/{name}.png").size == (2 * 5 * 14 * 3, 12 * 14 * 3)
+        # Twelve captions below each other, two beside, three frames with an edge of a pixel, three times as large.
+        assert Image.open(f"out/{name}.png").size == (2 * 3 * 14 * 3, 12 * 14 * 3)
     assert Path("out/before.png").read_bytes() != Path("out/after.png").read_bytes()
     lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
