@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from lf.data.config import Camera as Camera
     from lf.data.config import ChatData as ChatData
     from lf.data.config import DataConfig as DataConfig
+    from lf.data.config import Encoding as Encoding
     from lf.data.config import HfTokenizer as HfTokenizer
+    from lf.data.config import LatentData as LatentData
     from lf.data.config import LeRobotData as LeRobotData
+    from lf.data.config import MediaData as MediaData
     from lf.data.config import Mixture as Mixture
     from lf.data.config import Normalise as Normalise
     from lf.data.config import Qwen3Pictures as Qwen3Pictures
@@ -48,9 +51,9 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "lf.data.config": (
-        *("AnyresPictures", "Augment", "Camera", "ChatData", "DataConfig", "HfTokenizer", "LeRobotData", "Mixture"),
-        *("Normalise", "Qwen25Pictures", "Qwen3Pictures", "Signal", "TextData", "TilePictures", "TokenizerConfig"),
-        *("TrainedBpe", "Weighted"),
+        *("AnyresPictures", "Augment", "Camera", "ChatData", "DataConfig", "Encoding", "HfTokenizer", "LatentData"),
+        *("LeRobotData", "MediaData", "Mixture", "Normalise", "Qwen25Pictures", "Qwen3Pictures", "Signal", "TextData"),
+        *("TilePictures", "TokenizerConfig", "TrainedBpe", "Weighted"),
     ),
     "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("Hetero", "MegatronParallel", "TorchParallel"),

@@ -17,6 +17,7 @@ from lf.models.spec import Batch, fake_batch
 from lf.train.comm import process_group
 from lf.train.start import export
 from scripts.benchmarks.balance import BalanceBench, compare_balance
+from scripts.benchmarks.diffusion import DiffusionBench, compare_diffusion
 from scripts.benchmarks.loader import LoaderBench, compare_loader
 from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
 from scripts.benchmarks.pi05 import Pi05Bench, compare_pi05
@@ -120,12 +121,18 @@ def balance(args: tyro.conf.OmitArgPrefixes[BalanceBench]) -> int:
     return compare_balance(args)
 
 
+def diffusion(args: tyro.conf.OmitArgPrefixes[DiffusionBench]) -> int:
+    """Compares lf's Wan and Qwen-Image with a plain loop of diffusers' modules; returns the exit code."""
+    return compare_diffusion(args)
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "peers": peers,
     "megatron": megatron,
     "pi05": pi05,
     "loader": loader,
     "balance": balance,
+    "diffusion": diffusion,
 }
 
 

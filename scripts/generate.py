@@ -1,4 +1,4 @@
-"""Continues a text with a language model: `python scripts/generate.py FOLDER --prompt TEXT`."""
+"""Continues a text: `generate.py FOLDER --prompt TEXT`; `generate.py media FOLDER` makes pictures and videos."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,10 @@ from typing import Annotated
 import attrs
 import tyro
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from lf.models.generate import Sampling, allowance, generate, stream_text
+from lf.models.spec import has_rule, sample
 from lf.terminal import end_with_reader, prepare
 
 
@@ -29,6 +32,8 @@ class Args(Sampling):
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 error, 2 bad usage; SIGPIPE ends it where nobody reads on."""
+    if argv[:1] == ["media"]:
+        return media(argv[1:])
     args = tyro.cli(Args, args=argv, prog="generate.py")
     from lf.data.hf_tokenizer import read_tokenizer
     from lf.devices.detect import detect
@@ -39,6 +44,8 @@ def main(argv: list[str]) -> int:
 
     try:
         device, start = detect(args.device), open_saved(args.folder, args.family, args.config_file)
+        if has_rule(sample, start.model):
+            raise ValueError(f"{args.folder} holds no language model; `generate.py media` samples diffusion models")
         tokenizer = read_tokenizer(next(p for p in (args.folder / TOKENIZER, args.folder) if p.is_dir()))
         prompt = tokenizer.encode_batch([args.prompt.encode(errors="surrogateescape").decode()])[0]
         allowance(start.model, prompt, args)
@@ -51,6 +58,20 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(flush=True)
+    return 0
+
+
+def media(argv: list[str]) -> int:
+    """Samples a picture or a video; returns the exit code."""
+    from lf.train.loop import FAULTS
+    from scripts.media.painting import Media, paint
+
+    args = tyro.cli(Media, args=argv, prog="generate.py media")
+    try:
+        print(paint(args), flush=True)
+    except FAULTS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

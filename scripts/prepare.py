@@ -1,4 +1,4 @@
-"""Prepares data, offline. Robots: `check DIR`, `convert SRC DST`, `view-episodes DIR`.
+"""Prepares data, offline. Robots: `check DIR`, `convert SRC DST`, `view-episodes DIR`. Media: `latents SRC DST`.
 
 Chats with images and videos, of a config: `index CFG`, `view-samples CFG`.
 """
@@ -8,12 +8,13 @@ import sys
 
 import tyro
 
+from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import Check, Convert, ViewEpisodes, run
 from lf.launch import parse
 from lf.terminal import prepare, say
 from lf.train.samples import Index, ViewSamples, report
 
-Command = Check | Convert | ViewEpisodes | Index | ViewSamples
+Command = Check | Convert | ViewEpisodes | Latents | Index | ViewSamples
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ from lf.models.embodied.pi05 import pi05_tiny
 from lf.models.spec import fake_batch
 from lf.train.parity import difference
 from scripts import bench
-from scripts.benchmarks import layouts, loader, megatron, pi05, ratios
+from scripts.benchmarks import diffusion, layouts, loader, megatron, pi05, ratios
 from scripts.benchmarks.pi05_plain import PlainPi05
 from tests.workers import Workers
 
@@ -244,3 +244,23 @@ def test_each_case_of_pi05_gets_a_ratio(
     monkeypatch.setattr(pi05.PlainPi05, "sample", lambda self, batch, noise: noise)
     assert pi05.compare_pi05(pi05.Pi05Bench(pairs=2)) == 1
     assert "sample full: loss" in capsys.readouterr().err
+
+
+def test_diffusers_trains_alike_and_packing_leaves_out_the_padding(one_process: None) -> None:
+    args = diffusion.DiffusionBench(layers=2, heads=1, size=(3, 4, 4), text=6, pairs=1)
+    found = list(diffusion.compare(args))
+    assert [r.model for r, _ in found] == [f"{kind} {case}" for kind in args.kinds for case in ("diffusers", "padded")]
+    for r, _ in found:
+        assert 0 < r.low <= r.ratio <= r.high
+    # Sizes of 48, 24, 24 and 8 tokens in four rows of 48; a picture has one frame, and the last 24.
+    assert [round(padding, 3) for _, padding in found] == [0.0, round(1 - 104 / 192, 3), 0.0, round(1 - 120 / 192, 3)]
+    # And it goes on alike: the second step sees weights that both have updated.
+    cfg = diffusion.model_of("wan", args)
+    first, run = diffusion.first_weights(cfg), diffusion.bench_run(cfg, 2)
+    rows = diffusion.rows_of(cfg, [(3, 4, 4)] * 2, 0)
+    batch = diffusion.spec.collate(cfg, rows, rows[0])
+    ours, theirs = diffusion.lf_side(run, cfg, first), diffusion.diffusers_side(run, cfg, first)
+    for _ in range(3):
+        (loss, norm), (other, their_norm) = ours(batch), theirs(batch)
+        assert loss == pytest.approx(other, rel=1e-5)
+        assert norm == pytest.approx(their_norm, rel=1e-3)

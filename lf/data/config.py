@@ -266,6 +266,60 @@ class ChatData(DataConfig):
 
 
 @attrs.frozen(kw_only=True)
+class Encoding:
+    """How videos and pictures become latents, and captions embeddings."""
+
+    pipeline: str = attrs.field(validator=min_len(1))
+    """Folder of a diffusers pipeline, whose `vae`, `text_encoder` and `tokenizer` encode."""
+    sizes: tuple[str, ...] = attrs.field(default=("480x832", "832x480", "640x640"), validator=min_len(1))
+    """HEIGHTxWIDTH of the buckets. A medium goes to the one of the nearest shape, and is cut in the middle."""
+    frames: tuple[int, ...] = attrs.field(default=(81,), validator=min_len(1))
+    """Frames of the buckets of videos, each 4k + 1. A video goes to the most that it has, from its start."""
+    fps: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Frames a second that are taken of a video; 0 takes every frame."""
+    text: int = attrs.field(default=0, validator=ge(0))
+    """Most embeddings of a caption: the model's `text`; 0 takes that of the encoder's family."""
+    condition: bool = False
+    """Whether rows get what Wan I2V reads beside the latents: which frames are given, and the first frame's latent."""
+    enlarge: bool = False
+    """Whether media smaller than their bucket are made larger."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What latents and embeddings are kept in."""
+    text_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What the text encoder computes in; the VAE computes in float32."""
+    device: str = "cpu"
+    """Torch device that encodes."""
+
+
+@attrs.frozen(kw_only=True)
+class LatentData(DataConfig):
+    """Latents of videos and pictures and embeddings of their captions, cached by `prepare.py latents`."""
+
+    path: str = attrs.field(validator=min_len(1))
+    """Folder of the cache."""
+    pipeline: str = ""
+    """Pipeline that must have made the cache, by the hash of its VAE and text encoder; empty takes any."""
+    given: int = attrs.field(default=0, validator=ge(0))
+    """Frames of the latents of a video that are given, clean and not trained (Wan2.2 TI2V: 1 for I2V)."""
+    part: Literal["all", "train", "held_out"] = "all"
+    """Which samples: all of them, or one side of the split by the hash of their names."""
+    held_out: float = attrs.field(default=0.02, validator=and_(ge(0.0), le(1.0)))
+    """Share of the samples on the `held_out` side of the split."""
+
+
+@attrs.frozen(kw_only=True)
+class MediaData(DataConfig):
+    """Videos and pictures that are encoded when a row is read: for data that is seen once, or on a device to spare."""
+
+    path: str = attrs.field(validator=min_len(1))
+    """Folder of media with a .txt beside each, or a .jsonl of `media` and `caption`."""
+    encoding: Encoding
+    """How they are encoded."""
+    given: int = attrs.field(default=0, validator=ge(0))
+    """As in `LatentData`."""
+
+
+@attrs.frozen(kw_only=True)
 class Weighted:
     """One part of a mixture."""
 

@@ -13,9 +13,10 @@ import attrs
 
 from lf.data.acting import ActingFacts, acting_facts
 from lf.data.cache import key_of
-from lf.data.config import ChatData, DataConfig, LeRobotData, Mixture, TextData
+from lf.data.config import ChatData, DataConfig, LatentData, LeRobotData, MediaData, Mixture, TextData
 from lf.data.files import file_digests, find_files
 from lf.data.hf_tokenizer import Tokenizer
+from lf.data.latents import LatentRows, MediaRows, check_encoders, open_latents, open_media
 from lf.data.lerobot import LeRobotRows, check_alike, fit_rows, make_prompt, open_lerobot
 from lf.data.lerobot_choose import Most
 from lf.data.lerobot_meta import read_meta
@@ -26,7 +27,11 @@ from lf.models.media import MediaRules
 from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
 
-_COMMON = ("vocab", "length", "cameras", "state_dims", "action_dims")
+_COMMON = (
+    *("vocab", "length", "cameras", "state_dims", "action_dims"),
+    *("channels", "condition_channels", "text_dim", "text_length", "image_dim", "encoder"),
+)
+"""Facts that parts of a mixture have in common, or of which the largest counts."""
 
 Row = dict[str, Any]
 """One row: what a family's `collate` reads, and `id`, which names the row's content."""
@@ -120,6 +125,16 @@ def _(cfg: ChatData, ctx: DataCtx) -> ChatRows:
 def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
     rows = _open_robot(cfg, ctx)
     return _scaled(rows, [rows], ctx)
+
+
+@open_data.register
+def _(cfg: LatentData, ctx: DataCtx) -> LatentRows:
+    return open_latents(cfg, seed=ctx.seed, where=ctx.path)
+
+
+@open_data.register
+def _(cfg: MediaData, ctx: DataCtx) -> MediaRows:
+    return open_media(cfg, seed=ctx.seed, where=ctx.path)
 
 
 def _open_robot(cfg: LeRobotData, ctx: DataCtx) -> LeRobotRows:
@@ -225,6 +240,7 @@ def _(cfg: Mixture, ctx: DataCtx) -> Rows:
 
 def _mix(cfg: Mixture, ctx: DataCtx) -> MixedRows:
     parts = tuple(_open_part(part.data, _part_ctx(ctx, at)) for at, part in enumerate(cfg.parts))
+    check_encoders([part.describe() for part in parts], ctx.path)
     kinds = {bool(_robots(part)) for part in parts}
     if len(kinds) > 1:
         raise ValueError(f"{ctx.path}.parts are of robots and of texts; a mixture has parts of one kind")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from lf.data.config import ChatData, DataConfig, LeRobotData, Mixture, TextData
+from lf.data.config import ChatData, DataConfig, LatentData, LeRobotData, Mixture, TextData
 from lf.data.files import find_files
 
 _SHOWN = 5
@@ -20,6 +20,7 @@ def check_split(data: DataConfig, held_out: DataConfig | None) -> None:
     ones. A whole dataset that is evaluated (`episodes` None) is known to be trained on.
     """
     _check_episodes(data, held_out)
+    _check_latents(data, held_out)
     held = [part for part in _parts(held_out, "eval.data") if part[1].part == "held_out"]
     trained = list(_parts(data, "data")) if held else []
     for there, evaluated in held:
@@ -51,7 +52,28 @@ def _check_episodes(data: DataConfig, held_out: DataConfig | None) -> None:
                 )
 
 
-def _folder(cfg: LeRobotData) -> Path:
+def _check_latents(data: DataConfig, held_out: DataConfig | None) -> None:
+    """The same of cached latents."""
+    for there, evaluated in _caches(held_out, "eval.data"):
+        for here, cfg in _caches(data, "data"):
+            same = _folder(cfg) == _folder(evaluated) and evaluated.part == "held_out"
+            if same and (cfg.part != "train" or cfg.held_out != evaluated.held_out):
+                raise ValueError(
+                    f"{there} holds out {evaluated.held_out} of {evaluated.path}, and {here} has part = {cfg.part!r} "
+                    f"and held_out = {cfg.held_out}: what is held out would be trained on. Set {here}.part to 'train' "
+                    "and give both the same held_out"
+                )
+
+
+def _caches(cfg: DataConfig | None, path: str) -> Iterator[tuple[str, LatentData]]:
+    if isinstance(cfg, LatentData):
+        yield path, cfg
+    elif isinstance(cfg, Mixture):
+        for at, part in enumerate(cfg.parts):
+            yield from _caches(part.data, f"{path}.parts[{at}].data")
+
+
+def _folder(cfg: LeRobotData | LatentData) -> Path:
     return Path(cfg.path).expanduser().resolve()
 
 

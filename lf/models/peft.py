@@ -25,7 +25,9 @@ from lf.models.weights import LfRule, Shape, WeightMap, hf_names, hf_shapes, pie
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter."""
-FILES = (CONFIG, WEIGHTS)
+DIFFUSERS = "pytorch_lora_weights.safetensors"
+"""What diffusers' pipelines read beside them."""
+FILES = (CONFIG, WEIGHTS, DIFFUSERS)
 
 _PREFIX = "base_model.model."
 _SIDES = (".lora_A.weight", ".lora_B.weight")
@@ -41,9 +43,13 @@ def save_adapter(
     get: Callable[[str], Tensor],
     *,
     base: str,
+    diffusers: bool = False,
     write: bool,
 ) -> None:
     """Writes the adapters of a run, and the tensors that it trains as they are, as a PEFT folder, in float32.
+
+    With `diffusers`, the adapters are there again as `load_lora_weights` of a pipeline reads them. It takes alpha to be
+    the rank, so B is multiplied by the scale; tensors that are trained as they are have no place in that file.
 
     `names` are all canonical names and `trained` those that are trained; `base` is what PEFT is told that the adapter
     belongs to. Every rank calls it, since `get` may be a collective; the one with `write` writes.
@@ -81,6 +87,11 @@ def save_adapter(
     with new_folder(path, FILES) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        if diffusers:
+            sided = {name: tensor for name, tensor in tensors.items() if name.endswith(_SIDES)}
+            named = {f"transformer.{name.removeprefix(_PREFIX)}": tensor for name, tensor in sided.items()}
+            scaled = {name: t * cfg.scale if name.endswith(_SIDES[1]) else t for name, t in named.items()}
+            write_safetensors(folder / DIFFUSERS, scaled, {"format": "pt"})
 
 
 def read_adapter(cfg: Lora, table: WeightMap, seed: int, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:

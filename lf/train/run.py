@@ -21,6 +21,8 @@ from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
 from lf.devices.device import Device
+from lf.models.hf import stem
+from lf.models.hf_folder import STEMS
 from lf.models.hf_save import check_target
 from lf.models.layouts import fitted
 from lf.models.lora import merged
@@ -429,7 +431,8 @@ def _save_adapter(
     (model,) = state.chunks
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
     names = list(named_tensors(model))
-    save_adapter(path, run.adapt, _table(start), names, trained, get, base=run.init, write=write)
+    table, diffusers = _table(start), stem(start.model) == STEMS[1]
+    save_adapter(path, run.adapt, table, names, trained, get, base=run.init, diffusers=diffusers, write=write)
 
 
 def _restored(engine: Engine, reader: Reader, comm: Comm) -> Engine:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lf.models import spec
 from lf.models.diffusion import latent
 from lf.models.diffusion.packed import Grid, Packing
-from lf.models.diffusion.qwen_image_model import SINUSOIDS, QwenImage, QwenImageModel
+from lf.models.diffusion.qwen_image_model import SINUSOIDS, QwenImageModel
+from lf.models.diffusion.qwen_image_model import QwenImage as QwenImage
 from lf.models.llm.fields import flag, whole
 from lf.models.weights import Rule, Same, WeightMap
 

@@ -16,7 +16,8 @@ from lf.models import hf, spec
 from lf.models.diffusion import latent, wan_config
 from lf.models.diffusion.flow import high_part, low_part
 from lf.models.diffusion.packed import Packing, grid_of, patchify, unpatchify
-from lf.models.diffusion.wan_model import TIMES, Wan, WanModel
+from lf.models.diffusion.wan_model import TIMES, WanModel
+from lf.models.diffusion.wan_model import Wan as Wan
 from lf.models.layouts import Alias
 from lf.models.weights import Carried, Rule, Same, WeightMap
 

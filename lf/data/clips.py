@@ -1,0 +1,258 @@
+"""Videos and pictures with captions: which there are, the bucket of each, and its frames as a VAE takes them.
+
+Shapes: F frames, H height, W width.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from lf.data.video import Decoder, index_video
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+
+_SHOWN = 20
+
+
+@attrs.frozen(kw_only=True)
+class Media:
+    """A video or a picture, and what is said about it."""
+
+    name: str
+    """Its path below the source, which is its id."""
+    path: Path
+    """The file."""
+    caption: str
+    """What is said about it."""
+
+
+@attrs.frozen(kw_only=True)
+class Bucket:
+    """A size that media are brought to."""
+
+    frames: int
+    """Frames; 1 for pictures."""
+    height: int
+    """Pixels from top to bottom."""
+    width: int
+    """Pixels from left to right."""
+
+
+@attrs.frozen(kw_only=True)
+class Buckets:
+    """The sizes that there are, and how media come to them."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """Heights and widths; a medium goes to the one whose shape is nearest to its own."""
+    frames: tuple[int, ...]
+    """Frames of a video; it goes to the most that it has."""
+    fps: float
+    """Frames a second that are taken; 0 takes every frame."""
+    enlarge: bool
+    """Whether media smaller than their bucket are made larger."""
+
+
+@attrs.frozen(kw_only=True)
+class Planned:
+    """A medium, its bucket, and which frames of it are taken."""
+
+    media: Media
+    """The medium."""
+    bucket: Bucket
+    """Its bucket."""
+    pts: tuple[int, ...]
+    """Times of the frames in ticks of the container; empty for a picture."""
+    fps: float
+    """Frames a second of what is taken; 0 for a picture."""
+
+
+def parse_sizes(sizes: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Returns heights and widths of texts such as 480x832; raises ValueError for another form."""
+    made = []
+    for size in sizes:
+        height, cross, width = size.partition("x")
+        if not (cross and height.isdecimal() and width.isdecimal()):
+            raise ValueError(f"size {size!r} is not HEIGHTxWIDTH; give one such as 480x832")
+        made.append((int(height), int(width)))
+    return tuple(made)
+
+
+def check_buckets(buckets: Buckets, spatial: int, temporal: int) -> None:
+    """Raises ValueError unless a VAE with these strides, and a patch of two, takes every bucket.
+
+    A VAE takes a first frame and then whole groups of `temporal` frames.
+    """
+    unit = 2 * spatial
+    for height, width in buckets.sizes:
+        if height % unit or width % unit or min(height, width) < 1:
+            near = f"{max(1, round(height / unit)) * unit}x{max(1, round(width / unit)) * unit}"
+            raise ValueError(
+                f"size {height}x{width} must be multiples of {unit}, the stride of the VAE times the patch of the "
+                f"model; the nearest is {near}"
+            )
+    for frames in buckets.frames:
+        if frames < 1 or (frames - 1) % temporal:
+            close = max(0, round((frames - 1) / temporal)) * temporal + 1
+            raise ValueError(
+                f"frames = {frames} must be {temporal}k + 1, one and whole groups of {temporal}; the nearest is {close}"
+            )
+    if not buckets.sizes or not buckets.frames or buckets.fps < 0:
+        raise ValueError(f"sizes = {buckets.sizes}, frames = {buckets.frames}, fps = {buckets.fps}: give some of each")
+
+
+def find_media(source: Path) -> tuple[Media, ...]:
+    """Returns the media of a folder, in order of their names, or of a .jsonl file, in order of its lines.
+
+    In a folder the caption of `a/b.mp4` is the text of `a/b.txt`. A line of a .jsonl has `media`, a path below the
+    file's folder, and `caption`. Raises ValueError for a missing or empty caption, a missing file and a repeated name.
+    """
+    source = source.expanduser()
+    found = list(_of_lines(source) if source.suffix == ".jsonl" else _of_folder(source))
+    if not found:
+        raise ValueError(f"{source} has no videos or pictures ({', '.join(VIDEOS + PICTURES)}); give a folder that has")
+    names: set[str] = set()
+    for media in found:
+        if media.name in names:
+            raise ValueError(f"{source} names {media.name} twice; a name is the sample's id: give each once")
+        names.add(media.name)
+        if not media.path.is_file():
+            raise ValueError(f"{source} names {media.name}, and {media.path} is missing; add it, or remove the line")
+    return tuple(found)
+
+
+def _of_folder(folder: Path) -> Iterator[Media]:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is neither a folder of media nor a .jsonl file; give one of them")
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() not in PICTURES + VIDEOS:
+            continue
+        text = path.with_suffix(".txt")
+        if not text.is_file():
+            raise ValueError(f"{path} has no caption: {text} is missing; write it, or list the media in a .jsonl")
+        try:
+            caption = text.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{text} is not UTF-8 ({error}); save it so") from error
+        if not caption:
+            raise ValueError(f"{text} is empty; write what {path.name} shows")
+        yield Media(name=path.relative_to(folder).as_posix(), path=path, caption=caption)
+
+
+def _of_lines(file: Path) -> Iterator[Media]:
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is no JSON ({error}); correct the line") from error
+        told, caption = (fields.get(key) if isinstance(fields, dict) else None for key in ("media", "caption"))
+        if not isinstance(told, str) or not isinstance(caption, str) or not told or not caption.strip():
+            raise ValueError(f"{where} needs `media`, a path, and `caption`, a text that is not empty; add what lacks")
+        path = file.parent / told
+        if path.suffix.lower() not in PICTURES + VIDEOS:
+            raise ValueError(f"{where}: {told} is none of {', '.join(VIDEOS + PICTURES)}; convert it")
+        yield Media(name=told, path=path, caption=caption.strip())
+
+
+def plan_media(media: Sequence[Media], buckets: Buckets) -> tuple[Planned, ...]:
+    """Returns the bucket and frames of each medium; nothing is decoded.
+
+    Raises one ValueError that names every medium which is broken or does not fit.
+    """
+    planned, wrong = [], []
+    for one in media:
+        try:
+            planned.append(_planned(one, buckets))
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise ValueError("\n".join([f"{len(wrong)} of {len(media)} media cannot be used:", *wrong[:_SHOWN], *more]))
+    return tuple(planned)
+
+
+def _planned(media: Media, buckets: Buckets) -> Planned:
+    if media.path.suffix.lower() in PICTURES:
+        height, width = _picture(media.path).shape[:2]
+        bucket = Bucket(frames=1, **_size(media.path, height, width, buckets))
+        return Planned(media=media, bucket=bucket, pts=(), fps=0.0)
+    index = index_video(media.path)
+    seconds = index.seconds
+    length = float(seconds[-1] - seconds[0])
+    own = (len(seconds) - 1) / length if length > 0 else 0.0
+    if buckets.fps > own * 1.001 and min(buckets.frames) > 1:
+        raise ValueError(f"{media.path} has {own:.3g} frames a second, and fps = {buckets.fps:g} are asked; ask fewer")
+    have = math.floor(length * buckets.fps + 1e-3) + 1 if buckets.fps else len(seconds)
+    fitting = [frames for frames in buckets.frames if frames <= have]
+    if not fitting:
+        raise ValueError(
+            f"{media.path} has {have} frames{f' at {buckets.fps:g} a second' if buckets.fps else ''}, and the shortest "
+            f"bucket {min(buckets.frames)}; add a shorter one to frames, or leave the video out"
+        )
+    frames = max(fitting)
+    wanted = seconds[0] + np.arange(frames) / buckets.fps if buckets.fps else seconds[:frames]
+    at = np.abs(seconds[None] - wanted[:, None]).argmin(1)
+    bucket = Bucket(frames=frames, **_size(media.path, index.height, index.width, buckets))
+    return Planned(media=media, bucket=bucket, pts=tuple(index.pts[at].tolist()), fps=buckets.fps or own)
+
+
+def _size(path: Path, height: int, width: int, buckets: Buckets) -> dict[str, int]:
+    """Returns height and width of the bucket whose shape is nearest; among those of one shape the largest that fits."""
+
+    def far(size: tuple[int, int]) -> tuple[float, bool, int]:
+        shape = abs(math.log(size[0] / size[1]) - math.log(height / width))
+        small = size[0] > height or size[1] > width
+        return round(shape, 6), small, size[0] * (1 if small else -1)
+
+    best = min(buckets.sizes, key=far)
+    if not buckets.enlarge and (best[0] > height or best[1] > width):
+        raise ValueError(
+            f"{path} is {height}x{width}, smaller than its bucket {best[0]}x{best[1]}; add a smaller size, leave it "
+            "out, or set enlarge"
+        )
+    return {"height": best[0], "width": best[1]}
+
+
+def _picture(path: Path) -> NDArray[np.uint8]:
+    """Returns a picture as RGB [H, W, 3], upright."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ValueError(f"pictures are read by Pillow, which is missing ({error}); install lf[diffusion]") from error
+    try:
+        with Image.open(path) as image:
+            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"{path} is no picture that can be read ({error}); mend it, or leave it out") from error
+
+
+def read_frames(planned: Planned) -> NDArray[np.uint8]:
+    """Returns the frames [F, H, W, 3] (RGB) of a medium: cut to the shape of its bucket in the middle, and resized."""
+    bucket = planned.bucket
+    if not planned.pts:
+        return _fitted(_picture(planned.media.path), bucket)[None]
+    decoder = Decoder(planned.media.path)
+    try:
+        return np.stack([_fitted(decoder.frame(pts), bucket) for pts in planned.pts])
+    finally:
+        decoder.close()
+
+
+def _fitted(picture: NDArray[np.uint8], bucket: Bucket) -> NDArray[np.uint8]:
+    from PIL import Image
+
+    height, width = picture.shape[:2]
+    scale = min(height / bucket.height, width / bucket.width)
+    dy, dx = (height - bucket.height * scale) / 2, (width - bucket.width * scale) / 2
+    box = (max(0.0, dx), max(0.0, dy), min(float(width), width - dx), min(float(height), height - dy))
+    image: Any = Image.fromarray(picture)
+    return np.asarray(image.resize((bucket.width, bucket.height), Image.Resampling.LANCZOS, box=box))

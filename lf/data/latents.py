@@ -1,0 +1,442 @@
+"""Cached latents: shards of safetensors that are appended to, an index that ends them, and the rows of a model.
+
+A cache is a folder of `plan.json` (what is encoded, and by what), `empty.safetensors`, `rows-00000.safetensors` and so
+on and, when all is there, `index.json`. Row n of the cache has the tensors `n.latents`, `n.text` and perhaps
+`n.condition`; the header of a shard says, as JSON, what its rows are. A shard appears whole, by one rename, so a killed
+run goes on behind the last one.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lf.data.cache import key_of
+from lf.data.clips import Buckets, Planned, check_buckets, find_media, parse_sizes, plan_media, read_frames
+from lf.data.config import Encoding, LatentData, MediaData
+from lf.data.encode import (
+    Texts,
+    Vae,
+    check_caption,
+    digest_of,
+    encode_caption,
+    encode_pixels,
+    first_frame_condition,
+    open_texts,
+    open_vae,
+    scaling,
+    stated,
+    strides,
+)
+from lf.plan.order import permutation
+from lf.storage import locked, sync
+
+PLAN, INDEX, EMPTY = "plan.json", "index.json", "empty.safetensors"
+FORMAT = 1
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Encoder:
+    """What encodes media."""
+
+    vae: Vae
+    """Of latents."""
+    texts: Texts
+    """Of captions."""
+    cfg: Encoding
+    """How."""
+
+    @property
+    def most(self) -> int:
+        """Most embeddings of a caption."""
+        return self.cfg.text or self.texts.most
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What latents and embeddings depend on, besides the media."""
+        return {
+            "vae": self.vae.digest,
+            "text_encoder": self.texts.digest,
+            "mean": self.vae.mean.flatten().tolist(),
+            "std": self.vae.std.flatten().tolist(),
+            "channels": self.vae.channels,
+            "condition_channels": self.vae.temporal + self.vae.channels if self.cfg.condition else 0,
+            "text_dim": self.texts.width,
+            "text": self.most,
+            "dtype": self.cfg.dtype,
+        }
+
+    def row(self, planned: Planned) -> dict[str, Tensor]:
+        """Returns `latents` [C, F, Y, X], `text` [L, D] and, where it is asked for, `condition` of a medium."""
+        pixels = read_frames(planned)
+        made = {
+            "latents": encode_pixels(self.vae, pixels),
+            "text": encode_caption(self.texts, planned.media.name, planned.media.caption, self.most),
+        }
+        if self.cfg.condition:
+            made["condition"] = first_frame_condition(self.vae, pixels)
+        for name, tensor in made.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{planned.media.path}: its {name} are not finite; leave it out")
+        return {name: tensor.to(_DTYPES[self.cfg.dtype]).contiguous() for name, tensor in made.items()}
+
+    def empty(self) -> Tensor:
+        """Returns the embeddings [E, D] of the empty caption."""
+        made = encode_caption(self.texts, "the empty caption", self.texts.empty, self.most)
+        return made.to(_DTYPES[self.cfg.dtype]).contiguous()
+
+
+def open_encoder(cfg: Encoding) -> Encoder:
+    """Returns what encodes; raises ValueError for what it cannot open, and for buckets that the VAE cannot take."""
+    folder = Path(cfg.pipeline).expanduser()
+    config = stated(folder / "vae")
+    check_buckets(_buckets(cfg), *strides(config))
+    scaling(config, folder / "vae" / "config.json")
+    vae = open_vae(folder / "vae", cfg.device)
+    return Encoder(vae=vae, texts=open_texts(folder, cfg.device, _DTYPES[cfg.text_dtype]), cfg=cfg)
+
+
+def _buckets(cfg: Encoding) -> Buckets:
+    return Buckets(sizes=parse_sizes(cfg.sizes), frames=cfg.frames, fps=cfg.fps, enlarge=cfg.enlarge)
+
+
+def plan(source: Path, encoder: Encoder) -> tuple[Planned, ...]:
+    """Returns what is to be encoded, checked before anything is: every medium, its bucket, and its caption's length."""
+    media = find_media(source)
+    for one in media:
+        check_caption(encoder.texts, one.name, one.caption, encoder.most)
+    return plan_media(media, _buckets(encoder.cfg))
+
+
+def write_cache(
+    folder: Path,
+    planned: Sequence[Planned],
+    facts: Mapping[str, Any],
+    empty: Callable[[], Tensor],
+    encode: Callable[[Planned], Mapping[str, Tensor]],
+    *,
+    shard_mb: float,
+    say: Callable[[int], None],
+) -> int:
+    """Encodes what a cache lacks of a plan, one medium at a time, and ends it; returns how many rows were there before.
+
+    `say` is told the rows that are there after each shard. Raises ValueError where the folder holds another plan.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "lock", wait=False):
+        _keep_plan(folder, planned, facts)
+        if not (folder / EMPTY).exists():
+            _save(folder / EMPTY, {"empty": empty()}, {})
+        done = [row for shard in _shards(folder) for row in _rows_of(shard)]
+        before = len(done)
+        for rows in _grouped(planned[before:], encode, shard_mb):
+            named = [(f"{len(done) + at}.{name}", t) for at, (_, made) in enumerate(rows) for name, t in made.items()]
+            records = [_record(one, made) for one, made in rows]
+            file = folder / f"rows-{len(_shards(folder)):05d}.safetensors"
+            _save(file, dict(named), {"rows": json.dumps(records)})
+            done += records
+            say(len(done))
+        shards = _shards(folder)
+        index = {
+            "format": FORMAT,
+            "facts": dict(facts),
+            "shards": [{"file": s.name, "bytes": s.stat().st_size, "rows": len(_rows_of(s))} for s in shards],
+            "rows": done,
+        }
+        _write(folder / INDEX, json.dumps({**index, "sha256": key_of(index)}))
+    return before
+
+
+def _keep_plan(folder: Path, planned: Sequence[Planned], facts: Mapping[str, Any]) -> None:
+    """Writes what a cache is of, or raises ValueError where the folder is of something else."""
+    rows = [[one.media.name, one.media.caption, one.fps, *attrs.astuple(one.bucket)] for one in planned]
+    told = {"format": FORMAT, "facts": dict(facts), "rows": len(rows), "media": key_of(rows)}
+    file = folder / PLAN
+    if not file.exists():
+        others = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.endswith(".partial"))
+        if others:
+            raise ValueError(f"{folder} holds {', '.join(others[:3])} and no {PLAN}; give a new folder")
+        _write(file, json.dumps(told))
+        return
+    have = _json_of(file)
+    wrong = [name for name in told if have.get(name) != told[name]]
+    if wrong:
+        raise ValueError(
+            f"{folder} was begun with other {' and '.join(wrong)} (media, captions, buckets or encoder differ); give a "
+            "new folder, or remove it"
+        )
+
+
+def _grouped(
+    planned: Sequence[Planned], encode: Callable[[Planned], Mapping[str, Tensor]], shard_mb: float
+) -> Iterator[list[tuple[Planned, Mapping[str, Tensor]]]]:
+    held: list[tuple[Planned, Mapping[str, Tensor]]] = []
+    size = 0
+    for one in planned:
+        made = encode(one)
+        held.append((one, made))
+        size += sum(tensor.nbytes for tensor in made.values())
+        if size >= shard_mb * 1e6:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def _record(one: Planned, made: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        "id": one.media.name,
+        "caption": one.media.caption,
+        "fps": one.fps,
+        "bucket": [one.bucket.frames, one.bucket.height, one.bucket.width],
+        "shapes": {name: list(tensor.shape) for name, tensor in made.items()},
+    }
+
+
+def _save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    partial = file.with_name(f"{file.name}.partial")
+    save_file(tensors, partial, metadata)
+    sync(partial)
+    partial.rename(file)
+    sync(file.parent)
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.rename(file)
+    sync(file.parent)
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rows-*.safetensors"))
+
+
+def _rows_of(shard: Path) -> list[dict[str, Any]]:
+    return json.loads(_open(shard).metadata()["rows"])
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); remove it and run prepare.py latents again") from error
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); make the cache again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no object; make the cache again")
+    return found
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LatentRows:
+    """The rows of a cache, or of a side of its split."""
+
+    rows: tuple[tuple[int, Mapping[str, Any]], ...]
+    """Number in the cache, and record, of each row."""
+    shards: tuple[Any, ...]
+    """The open files."""
+    place: tuple[int, ...]
+    """File of each row of the whole cache."""
+    empty: Tensor
+    """[E, D] the empty caption."""
+    facts: Mapping[str, Any]
+    """What made the cache."""
+    given: int
+    """Frames that are given."""
+    seed: int
+    """Of the order."""
+    digest: int
+    """Hash of the index."""
+
+    def __len__(self) -> int:
+        """Returns the rows of one epoch."""
+        return len(self.rows)
+
+    def row(self, epoch: int, index: int) -> dict[str, Any]:
+        """Returns a row as `lf/models/diffusion/latent.py` describes it; its id is the name of the medium."""
+        number, record = self.rows[_order(len(self), self.seed, epoch)[index]]
+        shard = self.shards[self.place[number]]
+        tensors = {name: shard.get_tensor(f"{number}.{name}") for name in record["shapes"]}
+        return _row(tensors, record["id"], record["caption"], self.empty, self.given)
+
+    def describe(self) -> dict[str, int]:
+        """Returns `rows`, `channels`, `condition_channels`, `text_dim`, `text_length`, `encoder` and `content`."""
+        longest = max((record["shapes"]["text"][0] for _, record in self.rows), default=0)
+        return {
+            "rows": len(self),
+            **{name: self.facts[name] for name in ("channels", "condition_channels", "text_dim")},
+            "text_length": max(longest, len(self.empty)),
+            "encoder": _number(self.facts["vae"], self.facts["text_encoder"]),
+            "content": self.digest,
+        }
+
+
+def _row(tensors: Mapping[str, Tensor], name: str, caption: str, empty: Tensor, given: int) -> dict[str, Any]:
+    frames = tensors["latents"].shape[1]
+    return {**tensors, "empty": empty, "given": given if frames > 1 else 0, "caption": caption, "id": name}
+
+
+def _number(*values: str) -> int:
+    return int(key_of(*values)[:12], 16)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(rows: int, seed: int, epoch: int) -> Any:
+    return permutation(rows, seed, epoch)
+
+
+def open_latents(cfg: LatentData, *, seed: int, where: str = "data") -> LatentRows:
+    """Returns the rows of a cache, audited: it is ended and whole, of the encoder that is asked, and has captions.
+
+    Raises ValueError with the folder, what is wrong and the cure.
+    """
+    folder = Path(cfg.path).expanduser()
+    if not (folder / INDEX).is_file():
+        begun = "begun and not ended: run prepare.py latents again, which goes on" if (folder / PLAN).is_file() else ""
+        raise ValueError(f"{where}.path: {folder} is {begun or 'no cache of latents: make one by prepare.py latents'}")
+    index = _json_of(folder / INDEX)
+    digest = index.pop("sha256", "")
+    if index.get("format") != FORMAT or digest != key_of(index):
+        raise ValueError(f"{folder / INDEX} was changed or is of another format; make the cache again")
+    facts, records = index["facts"], index["rows"]
+    _check_maker(cfg, facts, where)
+    shards, place = [], []
+    for number, shard in enumerate(index["shards"]):
+        file = folder / shard["file"]
+        if not file.is_file() or file.stat().st_size != shard["bytes"]:
+            raise ValueError(
+                f"{file} is missing or not of {shard['bytes']} bytes; copy the cache again, or make it anew"
+            )
+        shards.append(_open(file))
+        place += [number] * shard["rows"]
+    _check_records(folder, records, facts, shards, place)
+    kept = tuple((n, record) for n, record in enumerate(records) if _on_side(cfg, record["id"]))
+    return LatentRows(
+        rows=kept,
+        shards=tuple(shards),
+        place=tuple(place),
+        empty=_open(folder / EMPTY).get_tensor("empty"),
+        facts=facts,
+        given=cfg.given,
+        seed=seed,
+        digest=_number(digest, cfg.part, str(cfg.held_out)),
+    )
+
+
+def _check_maker(cfg: LatentData, facts: Mapping[str, Any], where: str) -> None:
+    if not cfg.pipeline:
+        return
+    pipeline = Path(cfg.pipeline).expanduser()
+    own = {
+        "vae": digest_of(pipeline / "vae"),
+        "text_encoder": digest_of(pipeline / "text_encoder", pipeline / "tokenizer"),
+    }
+    for name, value in own.items():
+        if facts[name] != value:
+            raise ValueError(
+                f"{where}.path: {cfg.path} was made by another {name} than {pipeline / name}; make the cache again "
+                f"with this pipeline, or give {where}.pipeline the one that made it"
+            )
+
+
+def _check_records(
+    folder: Path,
+    records: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, Any],
+    shards: Sequence[Any],
+    place: Sequence[int],
+) -> None:
+    if len(records) != len(place):
+        raise ValueError(f"{folder / INDEX} lists {len(records)} rows, and its shards have {len(place)}; make it again")
+    names = [frozenset(shard.keys()) for shard in shards]
+    for number, record in enumerate(records):
+        shapes = record["shapes"]
+        if not str(record["caption"]).strip():
+            raise ValueError(f"{folder}: {record['id']} has no caption; write one, and make the cache again")
+        missing = [name for name in shapes if f"{number}.{name}" not in names[place[number]]]
+        if missing or shapes["latents"][0] != facts["channels"] or shapes["text"][1] != facts["text_dim"]:
+            raise ValueError(
+                f"{folder}: {record['id']} is not as {INDEX} says ({missing or shapes}); make the cache again"
+            )
+
+
+def _on_side(cfg: LatentData, name: str) -> bool:
+    if cfg.part == "all":
+        return True
+    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return (share < cfg.held_out) == (cfg.part == "held_out")
+
+
+def check_encoders(facts: Sequence[Mapping[str, int]], where: str) -> None:
+    """Raises ValueError where parts of a mixture have latents or embeddings of different encoders."""
+    found = {fact["encoder"] for fact in facts if "encoder" in fact}
+    if len(found) > 1:
+        raise ValueError(
+            f"{where}.parts were encoded by {len(found)} different VAEs or text encoders, and a model reads those of "
+            "one; make the caches with one pipeline"
+        )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MediaRows:
+    """The rows of media that are encoded when they are read."""
+
+    planned: tuple[Planned, ...]
+    """What there is."""
+    encoder: Encoder
+    """What encodes it."""
+    empty: Tensor
+    """[E, D] the empty caption."""
+    given: int
+    """Frames that are given."""
+    seed: int
+    """Of the order."""
+
+    def __len__(self) -> int:
+        """Returns the rows of one epoch."""
+        return len(self.planned)
+
+    def row(self, epoch: int, index: int) -> dict[str, Any]:
+        """Returns a row, equal to that of a cache with the same encoding."""
+        one = self.planned[_order(len(self), self.seed, epoch)[index]]
+        return _row(self.encoder.row(one), one.media.name, one.media.caption, self.empty, self.given)
+
+    def describe(self) -> dict[str, int]:
+        """Returns facts as `LatentRows` does; `content` is of names, captions and buckets."""
+        facts = self.encoder.facts
+        rows = [[one.media.name, one.media.caption, *attrs.astuple(one.bucket)] for one in self.planned]
+        return {
+            "rows": len(self),
+            **{name: facts[name] for name in ("channels", "condition_channels", "text_dim")},
+            "text_length": max(len(self.encoder.texts.ids(one.media.caption)) for one in self.planned)
+            - self.encoder.texts.dropped,
+            "encoder": _number(facts["vae"], facts["text_encoder"]),
+            "content": _number(key_of(rows), facts["dtype"]),
+        }
+
+
+def open_media(cfg: MediaData, *, seed: int, where: str = "data") -> MediaRows:
+    """Returns rows that are encoded when they are read; every medium and caption is looked at first."""
+    try:
+        encoder = open_encoder(cfg.encoding)
+        planned = plan(Path(cfg.path), encoder)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return MediaRows(planned=planned, encoder=encoder, empty=encoder.empty(), given=cfg.given, seed=seed)

@@ -1,0 +1,218 @@
+"""Pictures and videos of a diffusion model, for `generate.py media`.
+
+Shapes: C channels, F frames, Y rows and X columns of a latent; H height, W width in pixels.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import attrs
+import torch
+import tyro
+from attrs.validators import ge, gt
+from torch import Tensor, nn
+
+from lf.models.diffusion.latent import LatentModel
+from lf.models.diffusion.sample import How, sample_row
+
+_SUFFIXES = {".png": "a picture", ".mp4": "a video", ".safetensors": "a latent"}
+_PLACES = ("transformer", "transformer_2")
+"""Folders of a pipeline's models."""
+
+
+@attrs.frozen(kw_only=True)
+class Media(How):
+    """Samples a picture or a video from a trained or imported diffusion model."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Run folder of lf, folder of a transformer, or of a whole diffusers pipeline."""
+    prompt: str = ""
+    """What to show, for the text encoder of the pipeline."""
+    pipeline: Path | None = None
+    """Folder of a diffusers pipeline whose `vae` decodes and whose `text_encoder` and `tokenizer` read the prompt; a
+    FOLDER that is a pipeline is its own."""
+    cache: Path | None = None
+    """Cache of latents whose row `row` says caption and size instead of a prompt."""
+    row: int = attrs.field(default=0, validator=ge(0))
+    """Row of the cache."""
+    size: str = "480x832"
+    """HEIGHTxWIDTH in pixels."""
+    frames: int = attrs.field(default=1, validator=ge(1))
+    """Frames, 4k + 1; 1 makes a picture."""
+    fps: float = attrs.field(default=16.0, validator=gt(0.0))
+    """Frames a second of the video that is written."""
+    image: Path | None = None
+    """First frame of the video (Wan2.2 I2V and TI2V)."""
+    low: Path | None = None
+    """Run folder or transformer of the expert of times below `boundary` (Wan2.2 A14B); a pipeline has its own."""
+    out: Path = Path("sample.png")
+    """File to write: .png, .mp4, or .safetensors for the latent alone."""
+    write_pipeline: Path | None = None
+    """Folder to write too: the pipeline with the model in it, as diffusers reads it."""
+    device: str = ""
+    """Name of the device (cpu, cuda, kunlun ...); empty takes the best one that is there."""
+    config_file: str = ""
+    """Python file to execute first, where the model's class is in it; no file of FOLDER is executed unasked."""
+
+
+def paint(args: Media) -> str:
+    """Writes a sample, and the pipeline where it is asked for; returns what was written. Raises ValueError, OSError."""
+    from lf.devices.detect import detect
+    from lf.train.start import load_model, local_context, open_saved
+
+    args = _settled(args)
+    _check_out(args)
+    device = detect(args.device)
+    starts = [open_saved(folder, "", args.config_file) for folder in (args.folder, args.low) if folder is not None]
+    for start in starts:
+        if not isinstance(start.model, LatentModel):
+            raise ValueError(f"{args.folder} holds a {type(start.model).__name__}, which makes no pictures")
+    cfg = cast(LatentModel, starts[0].model)
+    row, decode = _asked(args, cfg, device.torch_type)
+    models = [load_model(start, local_context(start.model, device)).eval() for start in starts]
+    _write(args, sample_row(cfg, models, row, args, device.torch_type), decode)
+    if args.write_pipeline is None:
+        return str(args.out)
+    pairs = zip(starts, models, strict=True)
+    save_pipeline(cast(Path, args.pipeline), args.write_pipeline, dict(zip(_PLACES, pairs, strict=False)))
+    return f"{args.out}\n{args.write_pipeline}"
+
+
+def _settled(args: Media) -> Media:
+    """Returns the arguments with what a folder that is a whole pipeline says itself."""
+    index = args.folder / "model_index.json"
+    if not index.is_file():
+        return args
+    try:
+        stated = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{index} is no JSON ({error}); fetch the pipeline again") from error
+    second = args.folder / "transformer_2"
+    return attrs.evolve(
+        args,
+        pipeline=args.pipeline or args.folder,
+        folder=args.folder / "transformer",
+        low=args.low or (second if second.is_dir() else None),
+        boundary=args.boundary or float(stated.get("boundary_ratio") or 0.0),
+    )
+
+
+def _check_out(args: Media) -> None:
+    kind = args.out.suffix.lower()
+    if kind not in _SUFFIXES:
+        raise ValueError(f"--out {args.out} is none of {', '.join(_SUFFIXES)}; name one of them")
+    if args.cache is None and (kind == ".mp4") != (args.frames > 1) and kind != ".safetensors":
+        raise ValueError(f"--out {args.out} is {_SUFFIXES[kind]}, and --frames {args.frames}; change one of them")
+    if args.pipeline is None and kind != ".safetensors":
+        raise ValueError(f"--out {args.out} is decoded by a VAE: give --pipeline, or --out FILE.safetensors")
+    if args.pipeline is None and (args.cache is None or args.write_pipeline is not None):
+        raise ValueError("a prompt is read by a text encoder, and a pipeline is written like one: give --pipeline")
+    if bool(args.prompt) == (args.cache is not None):
+        raise ValueError("give either --prompt, or --cache with the --row that says caption and size")
+
+
+def _asked(args: Media, cfg: LatentModel, device: str) -> tuple[dict[str, Any], Callable[[Tensor], Any] | None]:
+    """Returns the row that asks for the sample, and what decodes it."""
+    from lf.data.encode import decode_latent, encode_caption, open_texts, open_vae
+
+    vae = open_vae(args.pipeline / "vae", device) if args.pipeline is not None else None
+    decode = None if vae is None else lambda latent: decode_latent(vae, latent)
+    if args.cache is not None:
+        return _cached(args, args.cache), decode
+    assert args.pipeline is not None
+    texts = open_texts(args.pipeline, device)
+    row = {
+        "text": encode_caption(texts, "--prompt", args.prompt, cfg.space.text),
+        "empty": encode_caption(texts, "the empty caption", texts.empty, cfg.space.text),
+        "id": "sample",
+        **_room(args, cfg, vae),
+    }
+    del texts
+    return row, decode
+
+
+def _cached(args: Media, cache: Path) -> dict[str, Any]:
+    from lf.data.config import LatentData
+    from lf.data.latents import open_latents
+
+    rows = open_latents(LatentData(path=str(cache)), seed=0, where="--cache")
+    if args.row >= len(rows):
+        raise ValueError(f"--row {args.row}, and {cache} has {len(rows)} rows; give a smaller one")
+    return rows.row(0, args.row)
+
+
+def _room(args: Media, cfg: LatentModel, vae: Any) -> dict[str, Any]:
+    """Returns latents of the size that is asked, and what the first frame gives."""
+    import numpy as np
+
+    from lf.data.clips import Bucket, Buckets, Planned, check_buckets, parse_sizes, read_frames
+    from lf.data.clips import Media as Medium
+    from lf.data.encode import encode_pixels, first_frame_condition
+
+    ((height, width),) = parse_sizes([args.size])
+    buckets = Buckets(sizes=((height, width),), frames=(args.frames,), fps=0.0, enlarge=True)
+    check_buckets(buckets, vae.spatial, vae.temporal)
+    shape = (vae.channels, (args.frames - 1) // vae.temporal + 1, height // vae.spatial, width // vae.spatial)
+    row: dict[str, Any] = {"latents": torch.zeros(shape)}
+    space = cfg.space
+    if space.image_dim:
+        raise ValueError("this model reads embeddings of its first frame (Wan2.1 I2V): give a --cache that has them")
+    if args.image is None and not space.condition:
+        return row
+    if args.image is None or not (space.condition or space.given):
+        told = "needs a first frame: give --image" if args.image is None else "takes no first frame: leave out --image"
+        raise ValueError(f"the model {told}")
+    bucket = Bucket(frames=1, height=height, width=width)
+    medium = Medium(name=args.image.name, path=args.image, caption="")
+    first = read_frames(Planned(media=medium, bucket=bucket, pts=(), fps=0.0))
+    if space.condition:
+        clip = np.concatenate([first, np.zeros((args.frames - 1, *first.shape[1:]), np.uint8)])
+        return {**row, "condition": first_frame_condition(vae, clip)}
+    row["latents"][:, :1] = encode_pixels(vae, first)
+    return {**row, "given": 1}
+
+
+def _write(args: Media, latent: Tensor, decode: Callable[[Tensor], Any] | None) -> None:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.out.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file({"latents": latent.contiguous()}, args.out)
+        return
+    assert decode is not None
+    frames = decode(latent)
+    if args.out.suffix == ".mp4":
+        from lf.data.video import write_video
+
+        write_video(args.out, list(frames), Fraction(args.fps).limit_denominator(1001), crf=16)
+        return
+    from PIL import Image
+
+    if len(frames) > 1:
+        raise ValueError(f"the row is a video of {len(frames)} frames; give --out FILE.mp4")
+    Image.fromarray(frames[0]).save(args.out)
+
+
+def save_pipeline(source: Path, target: Path, parts: dict[str, tuple[Any, nn.Module]]) -> None:
+    """Writes a pipeline whose transformers are the models, and all else that of `source`; whole or not at all.
+
+    `parts` are starts and models by folder name. Raises ValueError where `target` is there already.
+    """
+    from lf.models.spec import named_tensors
+    from lf.train.start import export
+
+    if not (source / "model_index.json").is_file():
+        raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
+    if target.exists():
+        raise ValueError(f"{target} is there already; give a new folder")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial, ignore=lambda folder, names: set(parts) if Path(folder) == source else set())
+    for name, (start, model) in parts.items():
+        tensors = named_tensors(model)
+        export(start.model, tensors.__getitem__, partial / name, source=start.source, files={}, write=True)
+    partial.rename(target)
