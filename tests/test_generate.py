@@ -36,6 +36,8 @@ from tests.cases import DENSE
 from tests.moe_cases import MODELS as SPARSE
 from tests.test_convert import write_tokenizer
 from tests.test_train import go, small_run
+from tests.vlm_cases import IMAGE
+from tests.vlm_cases import MODELS as PICTURED
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
@@ -332,3 +334,9 @@ def test_the_script_takes_a_run_folder(workers: Workers, tmp_path: Path) -> None
         with pytest.raises(SystemExit) as caught:
             main([str(tmp_path / "run"), *flags])
         assert caught.value.code == 2
+
+
+def test_a_prompt_with_the_tokens_of_pictures_is_refused() -> None:
+    with pytest.raises(ValueError, match="only text can be given; leave them out"):
+        allowance(PICTURED["levels"], [1, IMAGE, 2], Sampling())
+    assert allowance(PICTURED["levels"], [1, 2], Sampling(tokens=3)) == 3

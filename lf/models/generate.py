@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lf.models.decoder import DecoderConfig
 from lf.models.layers.rope import DynamicScaling
+from lf.models.media import media_rules
 from lf.models.spec import Batch, ModelConfig, check_model, forward, paths
 
 CONTEXT = 16
@@ -63,11 +64,15 @@ def choose(logits_V: Tensor, how: Sampling, generator: torch.Generator) -> int:
 def allowance(cfg: ModelConfig, prompt: Sequence[int], how: Sampling) -> int:
     """Returns how many tokens may be added to a prompt: those asked for, as far as the model's length goes.
 
-    Raises ValueError for a prompt without tokens, with ids that the model does not have, or that fills its length.
+    Raises ValueError for a prompt without tokens, with ids that the model does not have or that stand for images, or
+    that fills its length.
     """
     if not prompt:
         raise ValueError("the prompt has no tokens; give at least one")
     check_model(cfg, {"vocab": max(prompt) + 1})
+    rules = media_rules(cfg)
+    if rules is not None and set(rules.ids).intersection(prompt):
+        raise ValueError("the prompt has the tokens of an image or a video, and only text can be given; leave them out")
     if not isinstance(cfg, DecoderConfig):
         return how.tokens
     if len(prompt) >= cfg.max_length:

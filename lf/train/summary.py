@@ -32,14 +32,14 @@ def unigram_entropy(rows: Rows, count: int) -> float:
 def sample(job: Job, ended: Ended) -> tuple[str, str] | None:
     """Returns the start of a held-out (or training) row and the model's greedy continuation of it.
 
-    None where the rows are no text, or where the model is spread over several ranks.
+    None where the rows are no text or begin with pictures, or where the model is spread over several ranks.
     """
     folder = job.folder / TOKENIZER
     if not folder.is_dir() or job.comm.world > 1:
         return None
     tokenizer = read_tokenizer(folder)
     row = (job.eval_rows or job.rows).row(0, 0)
-    if "tokens" not in row:
+    if "tokens" not in row or row.get("media"):
         return None
     length = job.rows.describe().get("length", PROMPT)
     prompt = [int(i) for i in row["tokens"][: min(PROMPT, row["lengths"][0], max(1, length // 2))]]
