@@ -429,13 +429,49 @@ def test_a_video_of_qwen3_has_a_time_before_each_of_its_grids() -> None:
         ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", "without a special token"),
         ("{% for m in messages %}{{ raise_exception('no cats') }}{% endfor %}", "no cats"),
         ("{% for m in", "Jinja template"),
-        ("{{ messages.__class__.__mro__ }}", "refuses"),
+        ("{{ messages.__class__.__mro__ }}", r"t\.jinja' refuses"),
+        ("{{ 1 / 0 }}", r"t\.jinja' refuses .*ZeroDivisionError"),
+        ("{{ range(10**9) | list }}", r"t\.jinja' refuses .*OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"t\.jinja' refuses .*RecursionError"),
+        ("{{ 'a' * (10**11) }}", r"t\.jinja' refuses .*MemoryError"),
+        ("{{ 10**(10**10) }}", r"t\.jinja' refuses .*MemoryError"),
+        ("\ue00099\ue001", r"t\.jinja' has the character U\+E000"),
+        (r"{{ '\ue00099\ue001' }}", "writes the character U"),
     ],
 )
 def test_a_template_that_cannot_do_is_refused(tmp_path: Path, source: str, told: str) -> None:
     (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
     with pytest.raises(ValueError, match=told):
         encoded([said("user", "a"), said("assistant", "b")], source=str(tmp_path / "t.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("inner", "told"), [("", "loops turn more than 2000 times"), ("{{ 'a' * 90 }}", "more than 9000 characters")]
+)
+def test_a_template_without_end_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: str, told: str
+) -> None:
+    monkeypatch.setattr("lf.data.chat_text._MOST_TURNS", 2000)
+    monkeypatch.setattr("lf.data.chat_text._MOST_TEXT", 9000)
+    source = "{% for a in range(99999) %}{% for b in range(99999) %}" + inner + "{% endfor %}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
+    with pytest.raises(ValueError, match=told):
+        encoded([said("user", "a"), said("assistant", "b")], source=str(tmp_path / "t.jinja"))
+
+
+def test_an_empty_message_is_an_empty_text_and_a_text_may_hold_marks(tmp_path: Path) -> None:
+    body = "{%- for m in messages -%}<|im_start|>{{m.role}}\n{{m.content}}<|im_end|>\n{% endfor %}"
+    (tmp_path / "t.jinja").write_text(body, encoding="utf-8")
+    template, _ = open_template(str(tmp_path / "t.jinja"), tokenizer(), "data")
+    texts = {"system": "", "user": "\ue0009\ue001", "assistant": "a"}
+    made = rendered(
+        template,
+        tokenizer().special,
+        [Message(role=role, items=(Item(kind="text", text=text),) if text else ()) for role, text in texts.items()],
+    )
+    assert "".join(piece.text for piece in made) == "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in texts.items()
+    )
 
 
 def test_the_tokenizer_s_own_template_is_taken_and_its_generation_tags_do_no_harm() -> None:
@@ -691,6 +727,10 @@ def test_a_cut_keeps_or_drops_each_span_as_a_whole(most: int, gaps: list[tuple[i
         ({"images": ["broken.png"]}, r"broken.png .*chats.jsonl:1.*cannot be decoded"),
         ({"images": ["huge.png"]}, r"huge.png .*100 x 100 pixels, above max_pixels = 9000"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text, image or video"),
+        ({"tools": [{"name": "f"}]}, "the sample has 'tools'"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "assistant has 'tool_calls'"),
+        ({"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]}, "has 'reasoning_content'"),
+        ({"messages": [{"role": "user", "content": None}]}, "a message of user has no content, or null"),
     ],
 )
 def test_a_fault_names_its_file(tmp_path: Path, change: dict[str, Any], told: str) -> None:

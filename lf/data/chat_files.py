@@ -19,6 +19,7 @@ from lf.data.media_files import Ref
 _ROLES = {"human": "user", "gpt": "assistant"}
 _KNOWN = ("system", "user", "assistant", "tool")
 _MARKS: tuple[tuple[Literal["image", "video"], str], ...] = (("image", "<image>"), ("video", "<video>"))
+_UNREAD = ("tools", "functions", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 _VIDEOS = ("mp4", "avi", "mkv", "mov", "webm")
 
@@ -189,6 +190,7 @@ def _sample(file: int, line: int, where: str, record: Mapping[str, Any], resolve
             raise ValueError(f"{where}: more {kind}s are placed in the messages than the {len(listed[kind])} listed")
         media.append(found)
 
+    _refuse_unread(record, "the sample", where)
     messages = tuple(_message(one, where, listed, take) for one in _turns(record, where))
     for name, rest in waiting.items():
         if count := sum(1 for _ in rest):
@@ -212,6 +214,15 @@ def _turns(record: Mapping[str, Any], where: str) -> Sequence[Any]:
     return found
 
 
+def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
+    for key in _UNREAD:
+        if value.get(key) not in (None, "", [], {}, "[]", "{}"):
+            raise ValueError(
+                f"{where}: {what} has {key!r}, which no chat template of lf is shown; write it into the content of a "
+                "message as the model is to read it, or take it out"
+            )
+
+
 def _message(value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: Callable[[str, Any], None]) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a message is a {type(value).__name__}; it must have a role and a content")
@@ -219,7 +230,10 @@ def _message(value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: 
     role = _ROLES.get(str(role), str(role))
     if role not in _KNOWN:
         raise ValueError(f"{where}: a message has the role {role!r:.40}; it must be one of {', '.join(_KNOWN)}")
+    _refuse_unread(value, f"a message of {role}", where)
     content = value.get("content") if value.get("content") is not None else value.get("value")
+    if content is None:
+        raise ValueError(f"{where}: a message of {role} has no content, or null; give it a text, which may be empty")
     if isinstance(content, str):
         items = tuple(_split(content, [(kind, mark) for kind, mark in _MARKS if listed[kind]]))
     elif isinstance(content, list):

@@ -7,7 +7,7 @@ template's own. Only there are special tokens read, so no text can forge one, an
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,11 @@ CHATML = """{%- for message in messages -%}
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+
+# Texts are marks while a template runs, so what it makes is short whatever the conversation says.
+_MOST_TEXT = 10_000_000
+_MOST_TURNS = 1_000_000
+_LEFT, _COUNTED = "lf turns left", "lf counted"  # No template can write a name with spaces.
 
 
 @attrs.frozen(kw_only=True)
@@ -82,7 +87,8 @@ Template = Callable[[Sequence[Message]], str]
 def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template, str]:
     """Returns the template of a Jinja file, of lf (`chatml`), or of a tokenizer where `path` is empty; and its source.
 
-    It is run in Jinja's sandbox. Raises ValueError where there is none, or it is no template.
+    It is run in Jinja's sandbox, and may make 10 million characters in a million turns of its loops. Raises ValueError
+    where there is none, or it is no template.
     """
     if path == "chatml":
         source = CHATML
@@ -97,7 +103,8 @@ def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template
             raise ValueError(
                 f"{where}.template is empty and the tokenizer has no chat template; set it to a Jinja file or 'chatml'"
             )
-    return functools.partial(_render, _compile(source, where)), source
+    name = repr(path) if path else "of the tokenizer"
+    return functools.partial(_render, _compile(source, name, where), name), source
 
 
 def _own(files: Mapping[str, bytes]) -> str:
@@ -112,28 +119,66 @@ def _own(files: Mapping[str, bytes]) -> str:
     return ""
 
 
-def _compile(source: str, where: str) -> Any:
-    from jinja2 import TemplateError
+def _compile(source: str, name: str, where: str) -> Any:
+    from jinja2 import TemplateError, nodes, pass_context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def fail(text: str) -> str:
         raise TemplateError(text)
 
+    @pass_context
+    def counted(context: Any, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            if next(context[_LEFT], None) is None:
+                raise TemplateError(f"its loops turn more than {_MOST_TURNS} times")
+            yield value
+
+    if _OPEN in source or _CLOSE in source:
+        raise ValueError(
+            f"{where}.template: the template {name} has the character U+E000 or U+E001, by which lf marks texts; "
+            "take it out"
+        )
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    env.filters[_COUNTED] = counted
     env.globals["raise_exception"] = fail
+    env.intercepted_binops = frozenset({"*", "**"})
+    env.binop_table |= {"*": _times, "**": _power}
     # The tag marks what the assistant says where transformers renders; here the marks do.
     source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
     source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
     try:
-        return env.from_string(source)
-    except TemplateError as error:
-        raise ValueError(f"{where}.template cannot be read as a Jinja template ({error}); correct it") from error
+        tree = env.parse(source)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        tree.set_environment(env)
+        return env.from_string(tree)
+    except Exception as error:
+        raise ValueError(
+            f"{where}.template: {name} cannot be read as a Jinja template ({_told(error)}); correct it"
+        ) from error
 
 
-def _render(template: Any, messages: Sequence[Message]) -> str:
+def _times(left: Any, right: Any) -> Any:
+    for many, few in ((left, right), (right, left)):
+        if isinstance(few, int) and hasattr(many, "__len__") and len(many) * few > _MOST_TEXT:
+            raise MemoryError(f"{len(many)} parts, {few} times")
+    return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MOST_TEXT:
+        raise MemoryError("a power of too many digits")
+    return left**right
+
+
+def _told(error: Exception) -> str:
     from jinja2 import TemplateError
 
+    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+
+
+def _render(template: Any, name: str, messages: Sequence[Message]) -> str:
     number = iter(range(sum(len(message.items) for message in messages)))
     shown = []
     for message in messages:
@@ -142,12 +187,22 @@ def _render(template: Any, messages: Sequence[Message]) -> str:
             at = next(number)
             mark = f"{_OPEN}{at}{_CLOSE}"
             parts.append({"type": item.kind, **({"text": mark} if item.kind == "text" else {item.kind: "here"})})
-        content: Any = parts[0]["text"] if message.plain and len(parts) == 1 and "text" in parts[0] else parts
+        content: Any = parts[0]["text"] if message.plain and len(parts) == 1 and "text" in parts[0] else parts or ""
         shown.append({"role": message.role, "content": content})
+    made: list[str] = []
+    length = 0
     try:
-        return str(template.render(messages=shown, add_generation_prompt=False))
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template refuses the conversation ({error}); correct one of the two") from error
+        left = iter(range(_MOST_TURNS))
+        for part in template.generate(messages=shown, add_generation_prompt=False, **{_LEFT: left}):
+            length += len(part)
+            if length > _MOST_TEXT:
+                raise MemoryError(f"it makes more than {_MOST_TEXT} characters")
+            made.append(part)
+    except Exception as error:  # A template is a program, so it may raise anything.
+        raise ValueError(
+            f"the chat template {name} refuses the conversation ({_told(error)}); correct one of the two"
+        ) from error
+    return "".join(made)
 
 
 def rendered(template: Template, special: Mapping[str, int], messages: Sequence[Message]) -> list[Piece]:
@@ -163,6 +218,8 @@ def rendered(template: Template, special: Mapping[str, int], messages: Sequence[
     ends = False  # Whether an assistant's message waits for the token that ends it.
     for at, part in enumerate(_MARK.split(template(messages))):
         if at % 2:
+            if len(part) > 9 or int(part) >= len(items):
+                raise ValueError("the chat template writes the character U+E000, by which lf marks texts; take it out")
             message, place, item = items[int(part)]
             if ends and message.role != "assistant":
                 raise ValueError("the chat template ends an assistant's message without a special token; add one")

@@ -32,7 +32,7 @@ from lf.models.spec import IGNORE
 from lf.plan.order import permutation
 from lf.plan.packing import WholePlan, plan_whole
 
-_FORMAT = 1
+_FORMAT = 2
 _THREADS = 4
 _COUNTS = ("samples", "dropped", "shrunk", "cut")
 _PROBES = ((64, 64), (300, 200), (200, 300), (448, 448), (720, 1280), (1999, 411), (90, 1200))
