@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import lf
-from lf.data import encode, latents, media
+from lf.data import clips as media
+from lf.data import encode, latents
 from lf.data.config import Encoding
 from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import run

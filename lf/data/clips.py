@@ -125,7 +125,7 @@ def find_media(source: Path) -> tuple[Media, ...]:
         if media.name in names:
             raise ValueError(f"{source} names {media.name} twice; a name is the sample's id: give each once")
         names.add(media.name)
-        if not media.path.is_file():
+        if not media.path.exists():
             raise ValueError(f"{source} names {media.name}, and {media.path} is missing; add it, or remove the line")
     return tuple(found)
 
