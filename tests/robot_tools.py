@@ -5,6 +5,7 @@ Every frame of a camera is one grey level, which says which frame of which camer
 
 import io
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+import pytest
+from PIL import EpsImagePlugin, Image
 
 FPS = 10
 LENGTHS = (5, 1, 7, 4)
@@ -132,6 +134,22 @@ class Toy:
             one = {"min": wide.min(0), "max": wide.max(0), "mean": wide.mean(0), "std": wide.std(0)}
             found[key] = {**{name: value.tolist() for name, value in one.items()}, "count": [len(wide)]}
         return found
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 16\n%%EndComments\nshowpage\n%%EOF\n"
+"""A picture that Pillow hands to the program Ghostscript."""
+
+
+def watch_ghostscript(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts a `gs` on the path that does nothing but make the file which is returned."""
+    called, program = folder / "called", folder / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n: > '{called}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    # Pillow looks for it once.
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    return called
 
 
 def png(pixels: np.ndarray[Any, Any], mode: str = "") -> bytes:

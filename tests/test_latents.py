@@ -1,6 +1,8 @@
 """Media to cached latents: what a row is, resume after a kill, audits and refusals, on small random encoders."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 import lf
-from lf.data import encode, latents, media
+from lf.data import clips as media
+from lf.data import encode, latents
 from lf.data.config import Encoding
 from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import run
@@ -21,6 +24,7 @@ from lf.models import spec
 from lf.models.diffusion.wan import wan_tiny
 from scripts.prepare import main
 from tests.media_tools import make_media, make_pipeline, make_texts, make_vae
+from tests.robot_tools import EPS, watch_ghostscript
 
 HOW: dict[str, Any] = {"sizes": ("32x48", "48x32"), "frames": (9, 5), "dtype": "float32", "text_dtype": "float32"}
 
@@ -220,6 +224,25 @@ def test_media_that_do_not_fit_are_all_named(home: Path, tmp_path: Path) -> None
     assert "shortest bucket 17" in refused(home, frames=(17,))
     assert "ask fewer" in refused(home, fps=16.0)
     assert "takes 3; shorten" in refused(home, text=3)
+
+
+def test_media_that_are_no_pictures_or_paths_are_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = watch_ghostscript(tmp_path, monkeypatch)
+    (tmp_path / "innocent.png").write_bytes(EPS)
+    os.mkfifo(tmp_path / "pipe.png")
+    listed = tmp_path / "list.jsonl"
+    lines = [json.dumps({"media": name, "caption": "x"}) for name in ("innocent.png", "pipe.png")]
+    listed.write_text("\n".join(lines))
+    told = refused(home, src=listed)
+    assert re.search(r"innocent\.png is no picture that can be read \(it is none of PNG, ", told)
+    assert re.search(r"pipe\.png: it is a named pipe, and must be a regular file", told)
+    assert not called.exists()
+    listed.write_text('{"media": "a\\u0000.png", "caption": "x"}\n')
+    assert "list.jsonl:1: 'a\\x00.png' holds a null byte" in refused(home, src=listed)
+    listed.write_text('{"media": "a.png", "caption": "\\ud800"}\n')
+    assert "list.jsonl:1: field 'caption' holds half a surrogate pair" in refused(home, src=listed)
 
 
 def test_captions_that_lack_are_refused(home: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Each is refused in one message when it is opened, and found by the audit.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,21 +16,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from lf.data.config import LeRobotData, Normalise
 from lf.data.lerobot import LeRobotRows
 from lf.data.lerobot_audit import audit
 from lf.data.lerobot_files import place
+from lf.data.picture import decode_picture
 from lf.data.source import open_data
 from tests.data_tools import context
 from tests.robot_tools import (
     CAMERAS,
+    EPS,
     Toy,
     change_column,
     change_episode,
     change_json,
     encode,
     frame,
+    watch_ghostscript,
     write_v21,
     write_v30,
 )
@@ -291,3 +296,24 @@ def test_statistics_that_are_none_do_not_stop_the_audit(root: Path, stats: Any) 
     found = [one.message for one in audit(root).findings if one.level != "note"]
     assert len(found) == 1
     assert "stats.json" in found[0]
+
+
+def test_no_picture_runs_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = watch_ghostscript(tmp_path, monkeypatch)
+    write_v21(tmp_path / "toy", Toy(kind="image"))
+    file = next((tmp_path / "toy").rglob("episode_000000.parquet"))
+    table = pq.read_table(file)
+    rows = table[FRONT].to_pylist()
+    rows[1]["bytes"] = EPS
+    column = pa.array(rows, table.schema.field(FRONT).type)
+    pq.write_table(table.set_column(table.schema.get_field_index(FRONT), FRONT, column), file)
+    with pytest.raises(ValueError, match=r"the picture of frame 1: it is broken \(it is none of PNG, "):
+        open_rows(tmp_path / "toy", tmp_path)
+    with pytest.raises(ValueError, match=r"toy, row 3: a picture cannot be decoded \(it is none of PNG, "):
+        decode_picture(EPS, "toy, row 3")
+    assert not called.exists()
+    # The stub is one that Pillow would have called.
+    (tmp_path / "innocent.png").write_bytes(EPS)
+    with Image.open(tmp_path / "innocent.png") as image, contextlib.suppress(OSError):
+        image.load()
+    assert called.exists()

@@ -50,6 +50,7 @@ from lf.plan.packing import plan_whole
 from lf.train import checkpoint
 from lf.train.loop import train
 from lf.train.run import open_job
+from tests.robot_tools import EPS, watch_ghostscript
 from tests.workers import Workers
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -857,3 +858,56 @@ def test_prepare_states_an_index_and_shows_samples(
     assert "go from 0 to" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path), "--data.part", "all"])
+
+
+def test_images_that_are_no_regular_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    called = watch_ghostscript(tmp_path, monkeypatch)
+    (tmp_path / "innocent.png").write_bytes(EPS)
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, told in (("innocent", "cannot be decoded .it is none of PNG, "), ("pipe", "it is a named pipe")):
+        with pytest.raises(ValueError, match=rf"{name}\.png \(named by .*chats\.jsonl:1\): .*{told}"):
+            chats(tmp_path, jsonl(tmp_path, sample("what", "this", f"{name}.png")))
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "this"}]
+    table = pa.Table.from_pylist([{"messages": turns, "images": [{"bytes": EPS, "path": None}]}])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: record 1, image 1: .*it is none of PNG, ") as raised:
+        chats(tmp_path, tmp_path / "a.parquet")
+    assert "BytesIO" not in str(raised.value)
+    assert not called.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [("a\0.png", "null byte"), ("~nosuchuser/x.png", "home of a user"), ("\ud800.png", "no path can have")],
+)
+def test_paths_that_cannot_be_are_refused_with_the_line(tmp_path: Path, path: str, told: str) -> None:
+    with pytest.raises(ValueError, match=rf"chats\.jsonl:1: .*{told}"):
+        chats(tmp_path, jsonl(tmp_path, sample("what", "this", path)))
+
+
+@pytest.mark.parametrize(("question", "answer"), [("\ud800", "this"), ("what", "a\ud800")])
+def test_text_that_is_none_is_refused_with_the_line(tmp_path: Path, question: str, answer: str) -> None:
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: .* holds half a surrogate pair"):
+        chats(tmp_path, jsonl(tmp_path, sample(question, answer)))
+
+
+def test_a_template_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"template = '.*t\.jinja' is not UTF-8"):
+        chats(tmp_path, jsonl(tmp_path, sample("what", "this")), template=str(tmp_path / "t.jinja"))
+
+
+@pytest.mark.parametrize("named", ["", "png", "folder/k.png"])
+def test_only_what_names_media_keeps_the_members_of_a_tar_out_of_the_list(tmp_path: Path, named: str) -> None:
+    save(tmp_path / "k.png")
+    said = sample("png", "png", *([named] if named else []))
+    if not named:
+        said["messages"][0]["content"] = "<image>png"
+    (tmp_path / "k.json").write_text(json.dumps({**said, "format": "png"}))
+    with tarfile.open(tmp_path / "k.tar", "w") as tar:
+        tar.add(tmp_path / "k.png", "folder/k.png")
+        tar.add(tmp_path / "k.json", "folder/k.json")
+    assert IMAGE in chats(tmp_path, tmp_path / "k.tar").row(0, 0)["tokens"]

@@ -103,6 +103,17 @@ def test_a_file_that_is_no_video_is_an_error(tmp_path: Path) -> None:
         Decoders().frames(tmp_path / "a.mp4", [0])
 
 
+def test_a_list_of_files_is_no_video(tmp_path: Path) -> None:
+    encode(tmp_path / "a.mp4", [frame(0, number) for number in range(3)])
+    (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")
+    with av.open(str(tmp_path / "list.mp4")) as file:
+        assert file.format.name == "concat"
+    with pytest.raises(ValueError, match=r"list\.mp4 is no video"):
+        index_video(tmp_path / "list.mp4")
+    with pytest.raises(ValueError, match=r"list\.mp4 is no video"):
+        Decoders().frames(tmp_path / "list.mp4", [0])
+
+
 def test_joined_videos_keep_every_bit(tmp_path: Path) -> None:
     parts = [encode(tmp_path / f"{n}.mp4", [frame(n, i) for i in range(n + 1)]) for n in (4, 0, 7)]
     joined = tmp_path / "all.mp4"

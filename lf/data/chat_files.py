@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 
 from lf.data.chat_text import Item, Message
-from lf.data.files import TextFile
+from lf.data.files import TextFile, checked_text, path_fault
 from lf.data.media_files import Ref
 
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -47,6 +47,8 @@ class Sample:
 
 def read_samples(files: Sequence[TextFile], media_root: str) -> Iterator[Sample]:
     """Yields the samples of `files` in order."""
+    if fault := path_fault(media_root):
+        raise ValueError(f"media_root = {media_root!r:.120} {fault}")
     root = Path(media_root).expanduser() if media_root else None
     for at, file in enumerate(files):
         name = file.path.name.lower()
@@ -70,6 +72,8 @@ def _of_path(root: Path, where: str) -> Resolve:
             raise ValueError(f"{where}: an entry of {kind}s is {value!r:.60}; it must be the path of a file")
         if "://" in value and not value.startswith("file://"):
             raise ValueError(f"{where}: {value!r:.120} is no file; fetch it first, and give its path")
+        if fault := path_fault(value.removeprefix("file://")):
+            raise ValueError(f"{where}: {value!r:.120} {fault}")
         path = (root / Path(value.removeprefix("file://")).expanduser()).absolute()
         return Ref(kind=kind, path=str(path), where=where, key=value)
 
@@ -108,6 +112,8 @@ def _parquet(path: Path, root: Path) -> _Records:
                     number += 1
                     where = f"{path}: record {number}"
                     yield number, where, record, _of_parquet(path, root, where, (group, row), record)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: a text after record {number} is not UTF-8 ({error}); mend it") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as parquet: {error}; fetch or write it again") from error
 
@@ -140,23 +146,36 @@ def _tar(path: Path, root: Path) -> _Records:
                 stream = file.extractfile(members["json"])
                 assert stream is not None
                 record = _object(stream.read(), where)
-                yield number, where, _with_members(record, members), _of_tar(path, where, members)
+                yield number, where, _with_members(record, members, where), _of_tar(path, where, members)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"{path}: cannot be read as an uncompressed tar ({error}); fetch or write it again") from error
 
 
-def _with_members(record: Mapping[str, Any], members: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_members(record: Mapping[str, Any], members: Mapping[str, tarfile.TarInfo], where: str) -> Mapping[str, Any]:
     """Returns the record with the sample's media members as its lists, where it names none itself."""
     found = {
         name: sorted(kind for kind in members if kind.rpartition(".")[2] in kinds)
         for name, kinds in (("images", _IMAGES), ("videos", _VIDEOS))
     }
     named = {name for name in found for key in (name, name[:-1]) if record.get(key) is not None}
-    texts = json.dumps(record)
+    placed = set(_placed(record, where))
     unnamed = {
-        name: kinds for name, kinds in found.items() if name not in named and not any(f'"{k}"' in texts for k in kinds)
+        name: kinds
+        for name, kinds in found.items()
+        if name not in named and not any(kind in placed or members[kind].name in placed for kind in kinds)
     }
     return {**record, **unnamed}
+
+
+def _placed(record: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yields what the parts of the messages name as their image or video, as written and in small letters."""
+    for turn in _turns(record, where):
+        content = _content(turn) if isinstance(turn, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") in ("image", "video"):
+                told = str(_told(part, part["type"]))
+                yield told
+                yield told.lower()
 
 
 def _of_tar(path: Path, where: str, members: Mapping[str, tarfile.TarInfo]) -> Resolve:
@@ -231,10 +250,11 @@ def _message(value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: 
     if role not in _KNOWN:
         raise ValueError(f"{where}: a message has the role {role!r:.40}; it must be one of {', '.join(_KNOWN)}")
     _refuse_unread(value, f"a message of {role}", where)
-    content = value.get("content") if value.get("content") is not None else value.get("value")
+    content = _content(value)
     if content is None:
         raise ValueError(f"{where}: a message of {role} has no content, or null; give it a text, which may be empty")
     if isinstance(content, str):
+        checked_text(content, where, "content")
         items = tuple(_split(content, [(kind, mark) for kind, mark in _MARKS if listed[kind]]))
     elif isinstance(content, list):
         items = tuple(_item(one, where) for one in content)
@@ -243,8 +263,16 @@ def _message(value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: 
     for at, item in enumerate(items):
         if item.kind != "text":
             part = content[at] if isinstance(content, list) else {}
-            take(item.kind, part.get(item.kind) if part.get(item.kind) is not None else part.get("path"))
+            take(item.kind, _told(part, item.kind))
     return Message(role=role, items=items, plain=isinstance(content, str))
+
+
+def _content(turn: Mapping[str, Any]) -> Any:
+    return turn.get("content") if turn.get("content") is not None else turn.get("value")
+
+
+def _told(part: Mapping[str, Any], kind: str) -> Any:
+    return part.get(kind) if part.get(kind) is not None else part.get("path")
 
 
 def _split(text: str, marks: Sequence[tuple[Literal["image", "video"], str]]) -> Iterator[Item]:
@@ -264,7 +292,7 @@ def _split(text: str, marks: Sequence[tuple[Literal["image", "video"], str]]) ->
 def _item(value: Any, where: str) -> Item:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text" and isinstance(value.get("text"), str):
-        return Item(kind="text", text=value["text"])
+        return Item(kind="text", text=checked_text(value["text"], where, "text"))
     if kind in ("image", "video"):
         return Item(kind=kind)
     raise ValueError(f"{where}: a part of a content is {value!r:.80}; its type must be text, image or video")

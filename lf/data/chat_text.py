@@ -96,7 +96,10 @@ def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template
         file = Path(path).expanduser()
         if not file.is_file():
             raise ValueError(f"{where}.template = {path!r} is no file; give a Jinja file, or 'chatml'")
-        source = file.read_text(encoding="utf-8")
+        try:
+            source = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}.template = {path!r} is not UTF-8 ({error}); save it so") from error
     else:
         source = _own(tokenizer.files)
         if not source:

@@ -13,6 +13,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from lf.data.files import checked_text, path_fault
+from lf.data.picture import open_picture
+from lf.data.regular import kind_fault
 from lf.data.video import Decoder, index_video
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -122,7 +125,7 @@ def find_media(source: Path) -> tuple[Media, ...]:
         if media.name in names:
             raise ValueError(f"{source} names {media.name} twice; a name is the sample's id: give each once")
         names.add(media.name)
-        if not media.path.is_file():
+        if not media.path.exists():
             raise ValueError(f"{source} names {media.name}, and {media.path} is missing; add it, or remove the line")
     return tuple(found)
 
@@ -157,6 +160,9 @@ def _of_lines(file: Path) -> Iterator[Media]:
         told, caption = (fields.get(key) if isinstance(fields, dict) else None for key in ("media", "caption"))
         if not isinstance(told, str) or not isinstance(caption, str) or not told or not caption.strip():
             raise ValueError(f"{where} needs `media`, a path, and `caption`, a text that is not empty; add what lacks")
+        checked_text(caption, where, "caption")
+        if fault := path_fault(told):
+            raise ValueError(f"{where}: {told!r:.120} {fault}")
         path = file.parent / told
         if path.suffix.lower() not in PICTURES + VIDEOS:
             raise ValueError(f"{where}: {told} is none of {', '.join(VIDEOS + PICTURES)}; convert it")
@@ -225,11 +231,14 @@ def _size(path: Path, height: int, width: int, buckets: Buckets) -> dict[str, in
 def _picture(path: Path) -> NDArray[np.uint8]:
     """Returns a picture as RGB [H, W, 3], upright."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import ImageOps
     except ImportError as error:
         raise ValueError(f"pictures are read by Pillow, which is missing ({error}); install lf[diffusion]") from error
+    fault = kind_fault(path)
+    if fault:
+        raise ValueError(f"{path}: {fault}")
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"{path} is no picture that can be read ({error}); mend it, or leave it out") from error

@@ -204,7 +204,7 @@ def _json_text(line: bytes, path: Path, number: int, field: str) -> str:
         raise ValueError(f"{where}: a JSON {type(value).__name__}; every line must be one JSON object")
     if field not in value:
         raise ValueError(f"{where}: no field {field!r}; the line has {_names(value)}: set the config's field to one")
-    return _checked(value[field], where, field)
+    return checked_text(value[field], where, field)
 
 
 def _parquet(path: Path, field: str) -> Iterator[tuple[int, str]]:
@@ -224,14 +224,27 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[int, str]]:
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 for value in batch.column(0):
                     number += 1
-                    yield number, _checked(value.as_py(), f"{path}: record {number}", field)
+                    yield number, checked_text(value.as_py(), f"{path}: record {number}", field)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: record {number}: byte {error.start} of {field!r} is not UTF-8") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as parquet: {error}; fetch or write it again") from error
 
 
-def _checked(value: Any, where: str, field: str) -> str:
+def path_fault(path: str) -> str:
+    """Returns why a text cannot be the path of a file on this system, with the cure; empty where it can."""
+    try:
+        Path(path).expanduser()
+        os.fsencode(path)
+    except RuntimeError as error:
+        return f"is in the home of a user that is not there ({error}); write the whole path"
+    except UnicodeEncodeError as error:
+        return f"holds a character that no path can have ({error.reason}); correct the path"
+    return "holds a null byte, which no path can; correct the path" if "\0" in path else ""
+
+
+def checked_text(value: Any, where: str, field: str) -> str:
+    """Returns `value`; raises ValueError with `where` if it is no string, or one that is not text."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {field!r} is of type {type(value).__name__}; it must be a string")
     try:

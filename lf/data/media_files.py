@@ -5,7 +5,6 @@ Every fault is a ValueError that names the file. Shapes: T frames, H height, W w
 
 import contextlib
 import functools
-import io
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ import attrs
 import numpy as np
 
 from lf.data.media import Pixels, Shape
+from lf.data.picture import open_picture
+from lf.data.regular import kind_fault
 from lf.data.video import Decoders, VideoIndex, index_video
 
 _ORIENTATION = 0x0112
@@ -101,9 +102,11 @@ def _image(ref: Ref) -> Iterator[Any]:
         from PIL import Image
     except ImportError as error:
         raise ValueError(f"{ref}: images are read by Pillow, which is missing ({error}); install lf[robot]") from error
+    fault = "" if ref.place else kind_fault(Path(ref.path))
+    if fault:
+        raise ValueError(f"{ref}: {fault}")
     try:
-        source: Any = Path(ref.path) if not ref.place else io.BytesIO(_bytes(ref))
-        with Image.open(source) as image:
+        with open_picture(_bytes(ref) if ref.place else Path(ref.path)) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"{ref}: pixels of mode {image.mode}, and lf reads 8 bits a channel; convert it")
             yield image

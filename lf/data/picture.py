@@ -1,13 +1,26 @@
-"""Encoded pictures (PNG, JPEG) as they stand in the rows of a dataset; the decoder is Pillow (the extra `robot`).
+"""Encoded pictures, in files and in the rows of a dataset; the decoder is Pillow (the extra `robot`).
 
 Shapes: H height, W width.
 """
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is read as a picture: Pillow would run a program, Ghostscript, on others whatever the file is called."""
+
+
+def open_picture(source: Path | bytes) -> Any:
+    """Returns a picture as Pillow opens it, undecoded; raises OSError, which does not name it, for any other format."""
+    image = _pillow()
+    try:
+        return image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+    except image.UnidentifiedImageError as error:
+        raise OSError(f"it is none of {', '.join(FORMATS)}, or its header is broken") from error
 
 
 def _pillow() -> Any:
@@ -21,7 +34,7 @@ def _pillow() -> Any:
 def decode_picture(data: bytes, where: str) -> NDArray[np.uint8]:
     """Returns an encoded picture as RGB [H, W, 3]; raises ValueError with `where` for one that is broken."""
     try:
-        with _pillow().open(io.BytesIO(data)) as image:
+        with open_picture(data) as image:
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(
@@ -35,7 +48,7 @@ def picture_fault(data: bytes, size: tuple[int, ...]) -> str:
     It is not decoded: its header and, in PNG, the checksums of its parts are looked at.
     """
     try:
-        with _pillow().open(io.BytesIO(data)) as image:
+        with open_picture(data) as image:
             if image.mode.startswith(("I", "F")):
                 return f"it has pixels of mode {image.mode}, and lf reads 8 bits a channel"
             if (image.height, image.width) != size:

@@ -19,6 +19,8 @@ from lf.data.regular import kind_fault
 
 Pixels = NDArray[np.uint8]
 
+# FFmpeg also reads lists (concat, HLS) that make it open other files, whatever the file is called.
+_CONTAINERS = "mov,matroska,webm,avi,flv,asf,mpeg,mpegts,ogg,gif"
 _OPEN_FILES = 16
 _AHEAD = 8
 
@@ -30,6 +32,11 @@ def import_av() -> Any:
     except ImportError as error:
         raise ValueError(f"videos are read by PyAV, which is missing ({error}); install lf[robot]") from error
     return av
+
+
+def open_video(path: Path) -> Any:
+    """Returns a video file as PyAV opens it; raises PyAV's errors for one that is broken or of another container."""
+    return import_av().open(str(path), options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"})
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -64,7 +71,7 @@ def index_video(path: Path) -> VideoIndex:
         raise ValueError(f"{path}: {fault}")
     size = path.stat().st_size
     try:
-        with av.open(str(path)) as file:
+        with open_video(path) as file:
             if not file.streams.video:
                 raise ValueError(f"{path} has no video stream; give the video of a camera")
             stream = file.streams.video[0]
@@ -78,7 +85,10 @@ def index_video(path: Path) -> VideoIndex:
             )
             stated = stream.frames
     except av.error.FFmpegError as error:
-        raise ValueError(f"{path} is no video that can be read ({error}); it may be cut off, fetch it again") from error
+        raise ValueError(
+            f"{path} is no video that can be read ({error}); it may be cut off, or be no mp4, mkv, webm or avi: "
+            "fetch it again, or convert it"
+        ) from error
     if end > size or (stated and stated != len(packets)):
         raise ValueError(
             f"{path} is cut off: the container lists {stated} frames up to byte {end}, and the file has {len(packets)} "
@@ -107,7 +117,7 @@ class Decoder:
         self._av = import_av()
         self.path = path
         try:
-            self._file = self._av.open(str(path))
+            self._file = open_video(path)
             self._stream = self._file.streams.video[0]
             # One thread a file: rows are read by several threads at once, and a codec's own threads only delay frames.
             self._stream.codec_context.thread_count = 1
@@ -246,7 +256,7 @@ def append_videos(path: Path, parts: Sequence[Path]) -> list[Fraction]:
     with av.open(str(path), "w") as out:
         stream, first, unit = None, None, Fraction(0)
         for part, delay in zip(parts, delays, strict=True):
-            with av.open(str(part)) as file:
+            with open_video(part) as file:
                 source = file.streams.video[0]
                 settings = _settings(source)
                 if stream is None:
@@ -269,15 +279,14 @@ def append_videos(path: Path, parts: Sequence[Path]) -> list[Fraction]:
 
 def _delay(path: Path) -> int:
     """Returns by how many ticks the first frame is decoded before it is shown."""
-    with import_av().open(str(path)) as file:
+    with open_video(path) as file:
         packets = [packet for packet in file.demux(file.streams.video[0]) if packet.dts is not None]
     return min(packet.pts for packet in packets) - packets[0].dts if packets else 0
 
 
 def joinable(left: Path, right: Path) -> bool:
     """Returns whether `append_videos` can join two files."""
-    av = import_av()
-    with av.open(str(left)) as a, av.open(str(right)) as b:
+    with open_video(left) as a, open_video(right) as b:
         return bool(_settings(a.streams.video[0]) == _settings(b.streams.video[0]))
 
 
