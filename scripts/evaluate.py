@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from lf.acting.evaluate import Episode, Evaluation, Pixels, evaluate, report_json, report_lines
+from lf.acting.evaluate import Episode, Evaluation, Pixels, Report, evaluate, report_json, report_lines
 from lf.acting.policy import Policy
 from lf.terminal import prepare
 
@@ -42,13 +42,15 @@ class Args(Evaluation):
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 error, 2 bad usage."""
     args = tyro.cli(Args, args=argv, prog="evaluate.py")
-    from lf.acting.film import write_film
+    from lf.acting.film import check_film, write_film
     from lf.acting.worlds import find_world
     from lf.train.loop import FAULTS
 
     frames: dict[int, list[Pixels]] = {}
     say: Callable[[str], None] = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
     try:
+        if args.video:
+            check_film(args.video)
         make = find_world(args.env)
         report = evaluate(
             _policy(args, say),
@@ -58,22 +60,28 @@ def main(argv: list[str]) -> int:
             watched=range(args.first, args.first + args.filmed) if args.video else (),
             watch=lambda seed, frame: frames.setdefault(seed, []).append(frame),
         )
+        # First what was found, in case that the film fails.
+        print(_told(args, report), flush=True)
         if args.video:
             write_film(args.video, frames, report.fps)
+            say(f"video: {args.video}")
     except FAULTS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if args.json:
-        print(json.dumps({"policy": args.policy, **report_json(report)}))
-        return 0
-    print(*report_lines(report), *([f"video: {args.video}"] if args.video else []), sep="\n")
     return 0
+
+
+def _told(args: Args, report: Report) -> str:
+    if args.json:
+        return json.dumps({"policy": args.policy, **report_json(report)})
+    return "\n".join(report_lines(report))
 
 
 def _policy(args: Args, say: Callable[[str], None]) -> Policy | None:
     """Returns the policy, None for the environment's expert."""
     if args.config and args.policy != "untrained":
         raise ValueError("--config is for --policy untrained; a folder has its own config")
+    _check_used(args)
     if args.policy == "expert":
         return None
     from lf.acting.load import load_policy, untrained_policy
@@ -90,6 +98,19 @@ def _policy(args: Args, say: Callable[[str], None]) -> Policy | None:
     if not isinstance(run, Run):
         raise ValueError(f"{args.config} is a {type(run).__name__}; give an lf.Run")
     return untrained_policy(run, device=args.device)
+
+
+def _check_used(args: Args) -> None:
+    """Raises ValueError for a flag that means nothing to the policy asked for."""
+    unused: tuple[str, ...] = ()
+    if args.policy in ("expert", "untrained"):
+        unused = ("averaged", "config_file")
+    if args.policy == "expert":
+        unused += ("execute", "cameras", "any_fps", "seed", "device")
+    known = attrs.fields_dict(Args)
+    for name in unused:
+        if getattr(args, name) != known[name].default:
+            raise ValueError(f"--{name.replace('_', '-')} means nothing to --policy {args.policy}; leave it out")
 
 
 def _line(episode: Episode) -> str:

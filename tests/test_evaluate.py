@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lf.acting import film
 from lf.acting.env import Environment, Step
 from lf.acting.evaluate import Evaluation, evaluate, report_json, wilson
 from lf.acting.film import side_by_side, write_film
@@ -190,6 +191,30 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], how: dict[str, An
         evaluate(given, line_world, Evaluation(**how))
 
 
+def fails(*_: object) -> Any:
+    raise RuntimeError("no simulator")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reset": fails}, "line, seed 5: reset raised RuntimeError: no simulator .*test_evaluate"),
+        ({"step": fails}, "line, seed 5: step raised RuntimeError: no simulator"),
+        ({"view": fails}, "line, seed 5: view raised RuntimeError: no simulator"),
+        ({"cameras": {"front": (6, 5), "top": (6, 5)}}, "line, seed 5: the observation has no picture of top"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_told_with_its_seed(changes: dict[str, Any], message: str) -> None:
+    given = policy(cameras=("front", "top"))
+    with pytest.raises(ValueError, match=message):
+        evaluate(given, lambda: attrs.evolve(line_world(), **changes), Evaluation(first=5, parallel=1), watched=(5,))
+
+
+def test_an_environment_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="'max_steps' must be >= 1: 0"):
+        attrs.evolve(line_world(), max_steps=0)
+
+
 def test_cameras_are_shown_by_the_policy_s_names() -> None:
     def look(seen: Sequence[Observation], seeds: Sequence[int]) -> list[NDArray[np.float32]]:
         assert all(set(one.images) == {"base"} for one in seen)
@@ -241,6 +266,9 @@ from tests.test_evaluate import line_world
 
 def other():
     return 3
+
+def lost():
+    return {}["scene"]
 """
 
 
@@ -259,21 +287,51 @@ def test_the_script_evaluates_in_an_environment_of_the_user_s_file(
     assert (told["policy"], told["environment"], told["success_rate"]) == ("expert", "line", 1.0)
 
 
+def test_the_report_is_printed_before_a_film_that_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "my_filmed_world.py"
+    file.write_text(WORLD)
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(film, "write_film", full)
+    args = ["--policy", "expert", "--env", f"{file}:line_world", "--episodes", "2", "--json"]
+    assert script.main([*args, "--video", str(tmp_path / "one.mp4")]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["success_rate"] == 1
+    assert "the disk is full" in err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("--policy", "expert", "--env", "kitchen"), "no environment is called 'kitchen'"),
         (("--policy", "expert", "--env", "FILE:other"), "returned a int; it must return"),
+        (("--policy", "expert", "--env", "FILE:lost"), ":lost raised KeyError: 'scene' ("),
         (("--policy", "untrained", "--env", "FILE:line_world"), "needs --config"),
+        (("--policy", "expert", "--execute", "99"), "--execute means nothing to --policy expert"),
+        (("--policy", "expert", "--cameras", "a=b"), "--cameras means nothing to --policy expert"),
+        (("--policy", "untrained", "--averaged", "yes"), "--averaged means nothing to --policy untrained"),
+        (("--policy", "expert", "--video", "film.avi"), "film.avi is no name of a video"),
+        (("--policy", "expert", "--video", "FILE/film.mp4"), "my_other_world.py is a file; give a path in a folder"),
+        (("--policy", "expert", "--video", "FOLDER.mp4"), "FOLDER.mp4 is a folder"),
         (("--policy", "expert", "--config", "a.py", "--env", "FILE:line_world"), "--config is for"),
         (("--policy", "nothing_there", "--env", "FILE:line_world"), "nothing_there"),
     ],
 )
 def test_the_script_says_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
+    message: str,
 ) -> None:
     file = tmp_path / "my_other_world.py"
     file.write_text(WORLD)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER.mp4").mkdir()
     assert script.main([arg.replace("FILE", str(file)) for arg in args]) == 1
     assert message in capsys.readouterr().err
 

@@ -149,6 +149,24 @@ def test_a_chunk_depends_on_its_own_observation_and_seed_alone(trained: Trained)
     assert policy.act([], []) == []
 
 
+def test_noise_is_a_function_of_the_seed_alone(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[torch.Tensor] = []
+
+    def note(cfg: object, model: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        drawn.append(batch["noise"])
+        return torch.zeros_like(batch["noise"])
+
+    monkeypatch.setattr(load, "sample", note)
+    policy = load_policy(trained.folder)
+    one = observation(0)
+    policy.act([one], [7])
+    policy.act([observation(1), attrs.evolve(one, state=np.nextafter(one.state, np.float32(9))), one], [5, 7, 8])
+    alone, beside = drawn
+    assert torch.equal(alone[0], beside[1])
+    assert not torch.equal(alone[0], beside[0])
+    assert not torch.equal(alone[0], beside[2])
+
+
 def test_differences_are_undone_with_the_raw_state(monkeypatch: pytest.MonkeyPatch, trained: Trained) -> None:
     policy = load_policy(trained.folder)
     monkeypatch.setattr(load, "sample", lambda cfg, model, batch: torch.zeros(len(batch["ids"]), 4, 8))
@@ -199,6 +217,9 @@ def text_run(place: Path) -> lf.Run:
         ({"images": {BASE: np.zeros((4, 4, 3), np.float32)}}, r"is float32 \[4, 4, 3\]; give uint8"),
         ({"state": np.zeros(2, np.float32)}, r"state is float32 \[2\], and the policy was trained with float32 \[3\]"),
         ({"state": np.array([0, np.nan, 0], np.float32)}, r"dims \[1\] of the state are not finite \(nan\)"),
+        ({"images": {BASE: np.zeros((1, 9000, 3), np.uint8)}}, r"is \[1, 9000, 3\]; a side may have 8192 pixels"),
+        ({"state": np.array([0, 3e38, 0], np.float32)}, r"dims \[1\] of the state are far from all"),
+        ({"state": np.array([0, 1e300, 0])}, r"dims \[1\] of the state are far from all"),
         ({"task": "word " * 60}, "shorten the task's text"),
     ],
 )
@@ -210,6 +231,8 @@ def test_what_a_policy_cannot_act_on_is_refused(trained: Trained, changes: dict[
 def test_a_camera_that_a_robot_lacks_is_masked(trained: Trained) -> None:
     policy = load_policy(trained.folder)
     both = observation()
+    strip = np.zeros((1, 8192, 3), np.uint8)
+    assert np.isfinite(policy.act([attrs.evolve(both, images={BASE: strip})], [0])[0]).all()
     ((one,),) = (policy.act([attrs.evolve(both, images={BASE: both.images[BASE]})], [0]),)
     assert np.isfinite(one).all()
     facts, words = policy.act.args[2:4]  # type: ignore[attr-defined]

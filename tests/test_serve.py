@@ -108,9 +108,11 @@ def test_a_client_is_told_the_policy_and_gets_chunks_with_times() -> None:
         assert (first["state_dims"], first["action_dims"], first["horizon"], first["fps"]) == (2, 2, 3, 5.0)
         assert first["keys"]["observation/image"] == "base"
         answer = asked(connection)
-        assert answer["actions"].dtype == np.float32
-        assert answer["actions"].tolist() == [[9, 10], [10, 11], [11, 12]]
         assert answer["server_timing"].keys() == {"infer_ms"}
+        assert answer["actions"].dtype == np.float32
+        assert answer["actions"][:, 1].tolist() == [10, 11, 12]
+        assert answer["actions"][0, 0] != asked(connection, prompt="stop")["actions"][0, 0]
+        assert np.array_equal(answer["actions"], asked(connection)["actions"])
         assert asked(connection, seed=4)["actions"][0].tolist() == [4, 10]
         assert asked(connection)["server_timing"].keys() == {"infer_ms", "prev_total_ms"}
 

@@ -3,10 +3,12 @@
 Shapes: h, w pixels of a picture, d dims of the state, a dims of an action.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 
 import attrs
 import numpy as np
+from attrs.validators import ge
 from numpy.typing import NDArray
 
 from lf.acting.policy import Observation
@@ -38,7 +40,7 @@ class Environment:
     """a."""
     fps: float
     """Actions a second."""
-    max_steps: int
+    max_steps: int = attrs.field(validator=ge(1))
     """Actions after which an episode has failed."""
     tasks: tuple[str, ...]
     """The instructions that episodes have; that of seed s is number s modulo their count."""
@@ -53,6 +55,12 @@ class Environment:
     """Returns the action [a] that a script which knows all takes now; None where there is no such script."""
     close: Callable[[], None] = lambda: None
     """Frees what the simulator holds."""
+
+
+def told_error(error: Exception) -> str:
+    """Returns what an environment raised as text, with the line of code that did."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
 def checked_action(action: NDArray[np.float32], dims: int, where: str) -> NDArray[np.float64]:

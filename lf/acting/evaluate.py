@@ -1,12 +1,13 @@
 """Closed-loop evaluation: a policy acts in an environment, episode after episode, and how often it succeeds is counted.
 
-An episode is a function of its seed, of the policy and of `Evaluation`, however many are played side by side.
+An episode is a function of its seed, of the policy's answers and of `Evaluation`, however many are played side by side.
 
 Shapes: h, w pixels of a picture, H steps of an action chunk, a dims of an action.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +15,7 @@ import numpy as np
 from attrs.validators import ge
 from numpy.typing import NDArray
 
-from lf.acting.env import Environment
+from lf.acting.env import Environment, told_error
 from lf.acting.policy import Observation, Policy
 
 Pixels = NDArray[np.uint8]
@@ -31,7 +32,8 @@ class Evaluation:
     first: int = attrs.field(default=0, validator=ge(0))
     """Seed of the first episode; the others follow. Take seeds that no demonstration had."""
     parallel: int = attrs.field(default=8, validator=ge(1))
-    """Environments side by side: the policy is asked for all of them at once. Results do not depend on it."""
+    """Environments side by side: the policy is asked for all of them at once. Seeds and noise do not depend on it; a
+    policy's numbers do, by the rounding of its matrix products: an episode at the edge of success may end otherwise."""
     execute: int = attrs.field(default=0, validator=ge(0))
     """Actions of a chunk that are executed before the policy is asked again; 0 takes all."""
     cameras: tuple[str, ...] = ()
@@ -147,7 +149,8 @@ def evaluate(
 
     `progress` is told of each episode as it ends; `watch` gets (seed, picture of the scene [h, w, 3]) before each
     action and at the end, of the episodes with the seeds `watched`.
-    Raises ValueError where policy and environment do not fit, and for actions that are not finite or of another shape.
+    Raises ValueError where policy and environment do not fit, for actions that are not finite or of another shape, and,
+    with the seed, for whatever the environment raises.
     """
     worlds = [make() for _ in range(min(how.parallel, how.episodes))]
     try:
@@ -163,12 +166,12 @@ def evaluate(
                     slot.planned, slot.asked = list(actions), slot.asked + 1
             for slot in list(slots):
                 if slot.seed in watched:
-                    watch(slot.seed, slot.world.view())
+                    watch(slot.seed, slot.view())
                 episode = slot.act()
                 if episode is None:
                     continue
                 if slot.seed in watched:
-                    watch(slot.seed, slot.world.view())
+                    watch(slot.seed, slot.view())
                 ended.append(episode)
                 progress(episode)
                 slots.remove(slot)
@@ -187,18 +190,49 @@ class _Slot:
 
     def __init__(self, world: Environment, seed: int) -> None:
         self.world, self.seed = world, seed
-        self.seen: Observation = world.reset(seed)
+        with self._named("reset"):
+            self.seen: Observation = world.reset(seed)
         self.planned: list[NDArray[np.float32]] = []
         self.asked = 0
         self._task, self._steps = self.seen.task, 0
 
     def act(self) -> Episode | None:
         """Executes the next action that is planned, and returns the episode if it ended."""
-        step = self.world.step(self.planned.pop(0))
+        with self._named("step"):
+            step = self.world.step(self.planned.pop(0))
         self.seen, self._steps = step.observation, self._steps + 1
         if not step.done and self._steps < self.world.max_steps:
             return None
         return Episode(seed=self.seed, task=self._task, success=step.success, steps=self._steps)
+
+    def view(self) -> Pixels:
+        """Returns the picture [h, w, 3] of the scene."""
+        with self._named("view"):
+            return self.world.view()
+
+    def expert(self) -> NDArray[np.float32]:
+        """Returns the action [a] that the environment's script takes now."""
+        assert self.world.expert is not None
+        with self._named("expert"):
+            return self.world.expert()
+
+    def shown(self, cameras: Mapping[str, str]) -> Observation:
+        """Returns what the policy sees, given its name of each camera; the others are left out."""
+        lacking = [key for key in cameras if key not in self.seen.images]
+        if lacking:
+            raise ValueError(
+                f"{self.world.name}, seed {self.seed}: the observation has no picture of {lacking[0]}, and the "
+                f"environment says that it has {', '.join(self.world.cameras)}; correct it"
+            )
+        return attrs.evolve(self.seen, images={name: self.seen.images[key] for key, name in cameras.items()})
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Names environment and seed in whatever is raised."""
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(f"{self.world.name}, seed {self.seed}: {what} raised {told_error(error)}") from error
 
 
 _Choose = Callable[[Sequence[_Slot]], list[NDArray[np.float32]]]
@@ -210,7 +244,7 @@ def _expert(world: Environment) -> _Choose:
         raise ValueError(f"{world.name} has no expert; evaluate a policy")
 
     def choose(slots: Sequence[_Slot]) -> list[NDArray[np.float32]]:
-        return [slot.world.expert()[None] for slot in slots if slot.world.expert is not None]
+        return [slot.expert()[None] for slot in slots]
 
     return choose
 
@@ -221,10 +255,7 @@ def _chooser(policy: Policy, world: Environment, how: Evaluation) -> _Choose:
     count = how.execute or policy.horizon
 
     def choose(slots: Sequence[_Slot]) -> list[NDArray[np.float32]]:
-        seen = [
-            attrs.evolve(slot.seen, images={name: slot.seen.images[key] for key, name in cameras.items()})
-            for slot in slots
-        ]
+        seen = [slot.shown(cameras) for slot in slots]
         chunks = policy.act(seen, [_noise(how.seed, slot.seed, slot.asked) for slot in slots])
         if len(chunks) != len(slots):
             raise ValueError(

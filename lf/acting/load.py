@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lf.acting.observe import action_dims, fingerprint, observed_row, state_dims
+from lf.acting.observe import action_dims, observed_row, state_dims
 from lf.acting.policy import Observation, Policy
 from lf.config import from_json, load_classes, read_text
 from lf.data.acting import ActingFacts
@@ -190,7 +190,7 @@ def _act(
         raise ValueError(f"{len(seen)} observations came with {len(seeds)} seeds; give one each")
     if not seen:
         return []
-    batch = policy_batch(model, facts, words, seen, [f"{s}:{fingerprint(o)}" for o, s in zip(seen, seeds, strict=True)])
+    batch = policy_batch(model, facts, words, seen, [str(seed) for seed in seeds])
     with torch.inference_mode():
         chunks = sample(model, module, _on(batch, device)).float().cpu().numpy()
     dims = action_dims(facts)

@@ -191,6 +191,10 @@ def _task(names: Names, given: dict[str, Any]) -> str:
         value = value.item()
     if not isinstance(value, str):
         raise ValueError(f"{found[0]} is {_told(value)}; send text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{found[0]} is no text ({error}); send Unicode without surrogates") from error
     return str(value)
 
 

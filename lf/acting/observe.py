@@ -3,17 +3,19 @@
 Shapes: h, w pixels of a picture, d dims of the state, H steps of an action chunk, a dims of an action.
 """
 
-import hashlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.acting.policy import Observation
+from lf.acting.policy import MOST_SIDE, Observation
 from lf.data.acting import ActingFacts
 from lf.data.lerobot import prompt_ids
 from lf.data.lerobot_choose import Prompt
 from lf.data.normalise import normalise
+
+_FAR = 1e18
+"""Scaled states from here on have squares that float32 does not hold."""
 
 
 def state_dims(facts: ActingFacts) -> int:
@@ -42,6 +44,10 @@ def check_observation(facts: ActingFacts, seen: Observation) -> None:
             raise ValueError(
                 f"the picture of {name} is {picture.dtype} {list(picture.shape)}; give uint8 [height, width, 3] (RGB)"
             )
+        if max(picture.shape) > MOST_SIDE:
+            raise ValueError(
+                f"the picture of {name} is {list(picture.shape)}; a side may have {MOST_SIDE} pixels at most"
+            )
     state, dims = seen.state, state_dims(facts)
     if state.shape != (dims,) or state.dtype.kind not in "fiu":
         raise ValueError(
@@ -51,6 +57,18 @@ def check_observation(facts: ActingFacts, seen: Observation) -> None:
     if not np.isfinite(state).all():
         wrong = np.flatnonzero(~np.isfinite(state)).tolist()
         raise ValueError(f"dims {wrong} of the state are not finite ({state[wrong[0]]}); leave the observation out")
+
+
+def _scaled(facts: ActingFacts, state: NDArray[np.float32]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        scaled = normalise(facts.normalisers.state, state, "state")
+    far = np.flatnonzero(~(np.abs(scaled) < _FAR))
+    if len(far):
+        raise ValueError(
+            f"dims {far.tolist()} of the state are far from all that the policy was trained with ({state[far[0]]:g}); "
+            "give the units of the data"
+        )
+    return scaled
 
 
 def observed_row(facts: ActingFacts, prompt: Prompt | None, seen: Observation, ident: str) -> dict[str, Any]:
@@ -76,19 +94,9 @@ def observed_row(facts: ActingFacts, prompt: Prompt | None, seen: Observation, i
     }
     state = None
     if facts.normalisers.state is not None:
-        state = out["state_raw"] = seen.state.astype(np.float32)
-        out["state"] = normalise(facts.normalisers.state, state, "state")
+        with np.errstate(over="ignore"):
+            state = out["state_raw"] = seen.state.astype(np.float32)
+        out["state"] = _scaled(facts, state)
     if prompt is not None:
         out["prompt"] = prompt_ids(prompt, facts.normalisers, seen.task, state)
     return out
-
-
-def fingerprint(seen: Observation) -> str:
-    """Returns a hash of everything in an observation."""
-    digest = hashlib.sha256()
-    parts: list[tuple[str, NDArray[Any]]] = [(name, seen.images[name]) for name in sorted(seen.images)]
-    for name, values in (*parts, ("state", seen.state.astype(np.float32))):
-        digest.update(f"{name}\0{values.shape}\0".encode())
-        digest.update(np.ascontiguousarray(values).tobytes())
-    digest.update(seen.task.encode(errors="surrogatepass"))
-    return digest.hexdigest()

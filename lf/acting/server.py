@@ -10,6 +10,7 @@ Shapes: H steps of an action chunk, a dims of an action.
 import asyncio
 import concurrent.futures
 import functools
+import hashlib
 import http
 import signal
 import time
@@ -22,7 +23,7 @@ from attrs.validators import and_, ge, gt, le
 from numpy.typing import NDArray
 
 from lf.acting.names import Names, Request, camera_keys, read_request
-from lf.acting.policy import Observation, Policy
+from lf.acting.policy import Observation, Policy, fingerprint
 from lf.acting.wire import pack, unpack
 
 PATH = "/healthz"
@@ -45,7 +46,7 @@ class Serving:
     """0 answers with whole chunks. N answers with one action [a] at a time, and asks the policy again after N of them,
     for a new connection and for a message with `reset`."""
     seed: int = attrs.field(default=0, validator=ge(0))
-    """Seed of the noise of messages without one."""
+    """What the noise of messages without a seed is drawn from, together with what they show."""
     timeout: float = attrs.field(default=30.0, validator=gt(0.0))
     """Seconds that an answer may take, those of waiting for other clients included."""
     most_bytes: int = attrs.field(default=32_000_000, validator=ge(1))
@@ -218,5 +219,12 @@ def _read(server: _Server, message: bytes) -> Request:
 
 
 def _ask(server: _Server, ask: Request) -> NDArray[np.float32]:
-    (chunk,) = server.policy.act([ask.seen], [server.cfg.seed if ask.seed is None else ask.seed])
+    seed = _seed(server.cfg.seed, ask.seen) if ask.seed is None else ask.seed
+    (chunk,) = server.policy.act([ask.seen], [seed])
     return chunk
+
+
+def _seed(seed: int, seen: Observation) -> int:
+    """Returns the seed of a message without one: equal questions get equal answers, others noise of their own."""
+    digest = hashlib.sha256(f"{seed}:{fingerprint(seen)}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -8,6 +8,7 @@ a form on the wire.
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,6 +93,10 @@ def _array(found: Mapping[Any, Any]) -> Any:
     )
     if not whole or not isinstance(shape, list) or math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"an array of {dtype.str} and shape {shape!r:.80} does not fit its {len(data)} bytes")
+    if dtype.kind == "U":
+        codes = np.frombuffer(data, np.dtype("u4").newbyteorder(dtype.byteorder))
+        if codes.size and int(codes.max()) > sys.maxunicode:
+            raise ValueError(f"an array of {dtype.str} has the code {int(codes.max())}, which is no character")
     return np.ndarray(shape, dtype, data)
 
 

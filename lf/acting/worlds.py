@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from lf.acting.env import Environment
+from lf.acting.env import Environment, told_error
 from lf.config import load_function
 
 
@@ -26,7 +26,10 @@ def find_world(name: str) -> Callable[[], Environment]:
     make = load_function(name)
 
     def made() -> Environment:
-        world = make()
+        try:
+            world = make()
+        except Exception as error:
+            raise ValueError(f"{name} raised {told_error(error)}; correct it") from error
         if not isinstance(world, Environment):
             raise ValueError(f"{name} returned a {type(world).__name__}; it must return an lf.acting.env.Environment")
         return world
