@@ -156,8 +156,8 @@ def test_noise_is_a_function_of_the_seed_alone(trained: Trained, monkeypatch: py
         drawn.append(batch["noise"])
         return torch.zeros_like(batch["noise"])
 
-    monkeypatch.setattr(load, "sample", note)
     policy = load_policy(trained.folder)
+    monkeypatch.setattr(load, "sample", note)
     one = observation(0)
     policy.act([one], [7])
     policy.act([observation(1), attrs.evolve(one, state=np.nextafter(one.state, np.float32(9))), one], [5, 7, 8])
