@@ -870,6 +870,9 @@ def test_images_that_are_no_regular_pictures_are_refused(tmp_path: Path, monkeyp
     for name, told in (("innocent", "cannot be decoded .it is none of PNG, "), ("pipe", "it is a named pipe")):
         with pytest.raises(ValueError, match=rf"{name}\.png \(named by .*chats\.jsonl:1\): .*{told}"):
             chats(tmp_path, jsonl(tmp_path, sample("what", "this", f"{name}.png")))
+    video = {"messages": [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "this"}]}
+    with pytest.raises(ValueError, match=r"pipe\.png \(named by .*chats\.jsonl:1\): it is a named pipe"):
+        chats(tmp_path, jsonl(tmp_path, {**video, "videos": ["pipe.png"]}))
     turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "this"}]
     table = pa.Table.from_pylist([{"messages": turns, "images": [{"bytes": EPS, "path": None}]}])
     parquet.write_table(table, tmp_path / "a.parquet")

@@ -122,7 +122,9 @@ def _image(ref: Ref) -> Iterator[Any]:
 def _video(ref: Ref) -> Iterator[tuple[Path, VideoIndex]]:
     if not ref.place:
         path = Path(ref.path)
-        if not path.is_file():
+        if fault := kind_fault(path):
+            raise ValueError(f"{ref}: {fault}")
+        if not path.exists():
             raise ValueError(f"{ref}: the video is missing; put it there, or leave the sample out")
         stat = path.stat()
         yield path, _indexed(path, stat.st_size, stat.st_mtime_ns)
