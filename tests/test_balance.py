@@ -16,7 +16,7 @@ from lf.models.media import Media, media_flops
 from lf.models.parts import Attention
 from lf.models.work import media_work, pack_work, pairs
 from lf.plan.balance import Caps, Item, Spread, by_turns, evenness, groups, lower_bound, spread
-from lf.plan.work import even_rates, fit, seconds
+from lf.plan.work import Rates, even_rates, fit, seconds
 from scripts.benchmarks.balance import TRACES, BalanceBench, compare_balance, compared, greedy
 from tests.cases import DENSE
 from tests.moe_cases import SOFTMAX
@@ -145,7 +145,7 @@ def test_an_image_takes_what_its_tower_does() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_fit_finds_the_rates_of_measured_steps(ranks: int) -> None:
-    true = {"calls": 3e-3, "matrices": 1e-12, "experts": 4e-12, "causal": 6e-12}
+    true = Rates(calls=3e-3, matrices=1e-12, experts=4e-12, causal=6e-12)
     cfgs, rng = [attrs.evolve(DENSE, experts=attrs.evolve(SOFTMAX, top_k=1)), DENSE], np.random.default_rng(1)
     work = [
         [pack_work(cfgs[n % 2], rng.integers(100, 4000, rng.integers(1, 8)).tolist()) for _ in range(ranks)]
@@ -153,9 +153,8 @@ def test_a_fit_finds_the_rates_of_measured_steps(ranks: int) -> None:
     ]
     times = np.array([max(seconds(true, one) for one in step) for step in work])
     found = fit(work, times.tolist())
-    assert found.keys() == true.keys()
-    for name, value in true.items():
-        assert found[name] == pytest.approx(value, rel=1e-4), name
+    for name, value in attrs.asdict(true).items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
     noisy = fit(work, (times * rng.normal(1.0, 0.02, len(times))).tolist())
     predicted = np.array([max(seconds(noisy, one) for one in step) for step in work])
     assert np.abs(predicted / times - 1).mean() < 0.02
@@ -163,12 +162,21 @@ def test_a_fit_finds_the_rates_of_measured_steps(ranks: int) -> None:
 
 def test_a_rate_is_never_negative() -> None:
     work = [[{"calls": 1.0, "matrices": float(n)}] for n in range(8)]
-    assert fit(work, [10.0 - n for n in range(8)]) == {"calls": pytest.approx(6.5), "matrices": 0.0}
+    found = fit(work, [10.0 - n for n in range(8)])
+    assert found == Rates(calls=found.calls)
+    assert found.calls == pytest.approx(6.5)
+
+
+def test_kinds_that_grow_together_share_a_rate() -> None:
+    work = [[{"calls": 1.0, "matrices": 8.0 * n, "experts": 2.0 * n, "causal": float(n * n)}] for n in range(1, 9)]
+    found = fit(work, [0.5 + 3.0 * n + 0.25 * n * n for n in range(1, 9)])
+    near = {"calls": 0.5, "matrices": 0.3, "experts": 0.3, "causal": 0.25}
+    assert {name: getattr(found, name) for name in near} == pytest.approx(near)
 
 
 def test_measurements_that_say_too_little_are_refused_with_the_cure() -> None:
-    work = [[{"matrices": float(n), "experts": 2.0 * n}] for n in range(8)]
-    with pytest.raises(ValueError, match="experts, matrices apart; measure packs of more different lengths"):
+    work = [[{"matrices": float(n), "experts": float(n % 3), "causal": float(n + n % 3)}] for n in range(8)]
+    with pytest.raises(ValueError, match="causal, experts, matrices apart; measure rows of more different lengths"):
         fit(work, [float(n) for n in range(8)])
     with pytest.raises(ValueError, match=r"2 times for 8 steps of \[1\] ranks; give a time for each step"):
         fit(work, [1.0, 2.0])

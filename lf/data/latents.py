@@ -36,6 +36,7 @@ from lf.data.encode import (
     stated,
     strides,
 )
+from lf.data.outline import outline
 from lf.plan.order import permutation
 from lf.storage import locked, sync
 
@@ -286,6 +287,13 @@ class LatentRows:
             "encoder": _number(self.facts["vae"], self.facts["text_encoder"]),
             "content": self.digest,
         }
+
+
+@outline.register
+def _(rows: LatentRows, epoch: int, index: int) -> dict[str, Any]:
+    _, record = rows.rows[_order(len(rows), rows.seed, epoch)[index]]
+    sizes = {name: torch.empty(shape, device="meta") for name, shape in record["shapes"].items()}
+    return {**sizes, "id": record["id"]}
 
 
 def _row(tensors: Mapping[str, Tensor], name: str, caption: str, empty: Tensor, given: int) -> dict[str, Any]:

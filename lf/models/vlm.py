@@ -21,6 +21,7 @@ from lf.models.recorded import recorded_rows
 from lf.models.vision.projector import Anyres, Projector, tokens_of
 from lf.models.vision.tower import Tower, VisionConfig, tower_flops, tower_of
 from lf.models.vlm_rows import fake_rows, vlm_batch, vlm_slice
+from lf.models.work import RowWork, added, media_work, row_work
 
 
 @attrs.frozen(kw_only=True)
@@ -199,6 +200,12 @@ def _(cfg: Vlm) -> tuple[spec.InitRule, ...]:
 def _(cfg: Vlm, rows: int, length: int) -> float:
     """Those of the decoder: what a tower computes depends on the images of the rows, not on their length."""
     return spec.flops(cfg.text, rows, length)
+
+
+@row_work.register
+def _(cfg: Vlm, row: Mapping[str, Any]) -> RowWork:
+    text = row_work(cfg.text, row)
+    return attrs.evolve(text, kinds=added(text.kinds, *(media_work(cfg, item) for item in row.get("media", ()))))
 
 
 @takes_media.register

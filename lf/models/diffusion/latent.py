@@ -186,6 +186,15 @@ def latent_batch(space: Space, rows: Sequence[Mapping[str, Any] | None]) -> spec
     }
 
 
+def row_sizes(space: Space, row: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the tokens of a row's latents, those of its references included, and of its text."""
+    latents = (row["latents"], *(row.get("references") or ()))
+    tokens = sum(math.prod(grid_of(one.shape, space.patch)) for one in latents)
+    length = row.get("text_length")
+    text = len(row["text"]) if length is None else int(length)
+    return tokens, space.text if space.pad_text else text
+
+
 def _blank(space: Space) -> dict[str, Any]:
     row: dict[str, Any] = {"latents": torch.zeros(space.channels, *space.patch), "id": "padding"}
     row["text"] = torch.zeros(1, space.text_dim)
