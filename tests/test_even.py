@@ -29,7 +29,7 @@ from lf.plan.balance import Caps, Item, deal
 from lf.plan.work import Rates, even_rates, seconds
 from lf.train.background import own_group
 from lf.train.comm import distributed
-from lf.train.even import check_balance, dealer, leave
+from lf.train.even import check_balance, dealer, first_rates, leave
 from tests.cases import DENSE, gradients, megatron, off, ragged, run_of
 from tests.data_tools import context, documents_of, open_text, write
 from tests.latent_tools import FakeLatents, random_first
@@ -133,6 +133,12 @@ def test_an_outline_of_chats_opens_no_picture(tmp_path: Path) -> None:
         [rows.row(0, index) for index in range(len(rows))]
 
 
+def test_a_tower_that_ranks_do_not_share_weighs_more() -> None:
+    layout = Layout(tp=2, pp=2)
+    assert first_rates(layout) == attrs.evolve(even_rates(), towers=4e-12)
+    assert first_rates(attrs.evolve(layout, apart=True)) == even_rates()
+
+
 def test_a_mixture_tells_what_all_its_parts_do(tmp_path: Path) -> None:
     text = lf.TextData(paths=(str(write(tmp_path / "a.txt", "some words " * 20)),), seq_len=32)
     told = open_data(lf.Mixture(parts=(lf.Weighted(data=text), lf.Weighted(data=text))), context(tmp_path))
@@ -161,8 +167,8 @@ def test_what_cannot_be_is_refused_with_the_cure() -> None:
         Rates(colour=1.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="none of steps, calls, matrices"):
         seconds(Rates(), {"colour": 1.0})
-    with pytest.raises(ValueError, match="rates are all 0"):
-        lf.Balance(rates=Rates())
+    with pytest.raises(ValueError, match="rates are 0 for all that rows have"):
+        lf.Balance(rates=Rates(steps=1.0))
     with pytest.raises(ValueError, match="Toy does not say what its rows take; set balance to None"):
         check_balance(Toy(vocab=9))
     run = run_of(DENSE, balance=lf.Balance(rates=Rates(matrices=1e-15), tokens=40))

@@ -18,10 +18,12 @@ from lf.data import encode, latents
 from lf.data.config import Encoding
 from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import run
+from lf.data.outline import outline
 from lf.data.source import DataCtx, open_data
 from lf.data.split import check_split
 from lf.models import spec
 from lf.models.diffusion.wan import wan_tiny
+from lf.models.work import row_work
 from scripts.prepare import main
 from tests.media_tools import make_media, make_pipeline, make_texts, make_vae
 from tests.robot_tools import EPS, watch_ghostscript
@@ -54,6 +56,16 @@ def rows_of(cache: Path, **fields: Any) -> latents.LatentRows:
 def by_id(rows: Any) -> dict[str, dict[str, Any]]:
     made = [rows.row(0, i) for i in range(len(rows))]
     return {row["id"]: row for row in made}
+
+
+def test_an_outline_costs_what_the_row_does(home: Path) -> None:
+    rows = rows_of(home / "cache")
+    told = [outline(rows, 1, index) for index in range(len(rows))]
+    assert [one["id"] for one in told] == [rows.row(1, index)["id"] for index in range(len(rows))]
+    assert all(one["latents"].is_meta for one in told)
+    found = [row_work(wan_tiny, one) for one in told]
+    assert found == [row_work(wan_tiny, rows.row(1, index)) for index in range(len(rows))]
+    assert len({one.tokens for one in found}) == 2
 
 
 def test_a_row_is_what_diffusers_and_transformers_encode(home: Path) -> None:

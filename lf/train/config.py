@@ -146,8 +146,8 @@ class Log:
 
 
 def _some_rate(owner: object, field: "attrs.Attribute[Any]", value: Rates | None) -> None:
-    if value is not None and not any(attrs.astuple(value)):
-        raise ValueError(f"{field.name} are all 0, so no row costs anything; give those of a device, or None")
+    if value is not None and not any(attrs.astuple(attrs.evolve(value, steps=0.0))):
+        raise ValueError(f"{field.name} are 0 for all that rows have, so none costs anything; give others, or None")
 
 
 @attrs.frozen(kw_only=True)

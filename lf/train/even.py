@@ -46,11 +46,17 @@ def dealer(run: Run, model: ModelConfig, rows: Rows, layout: Layout, comm: Comm)
     if run.balance is None:
         return functools.partial(by_turns, rows, share=share)
     caps = Caps(tokens=run.balance.tokens, memory=run.balance.patches, items=share.micro_batch)
-    price = functools.partial(_price, run.balance, run.balance.rates or even_rates(), model)
+    price = functools.partial(_price, run.balance, run.balance.rates or first_rates(layout), model)
     if has_outlines(rows):
         return functools.partial(by_cost, rows, share=share, price=price, caps=caps)
     place = (layout.pp_rank, layout.cp_rank, layout.tp_rank)
     return functools.partial(_exchanged, rows, share=share, price=price, caps=caps, place=place, comm=comm)
+
+
+def first_rates(layout: Layout) -> Rates:
+    """Returns rates of ranks that do every operation equally fast, and share all but a tower that is not apart."""
+    rates = even_rates()
+    return rates if layout.apart else attrs.evolve(rates, towers=rates.towers * layout.tp * layout.cp * layout.pp)
 
 
 def _price(balance: Balance, rates: Rates, model: ModelConfig, row: Row) -> Item:
