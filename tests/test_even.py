@@ -40,7 +40,7 @@ from tests.vlm_cases import MODELS, rows_of
 from tests.workers import Workers
 
 GATE = 5e-6
-quick = settings(max_examples=40, derandomize=True, deadline=None)
+quick = settings(max_examples=25, derandomize=True, deadline=None)
 
 
 @attrs.frozen(kw_only=True, eq=False)
