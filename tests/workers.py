@@ -44,7 +44,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             if next(jobs) % 16 == 0:
-                # Models hold their process groups in cycles, and each group two threads: a long session runs out of them.
+                # Models hold their process groups in cycles, and a group has two threads: a long session runs out.
                 gc.collect()
 
 
