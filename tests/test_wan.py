@@ -370,11 +370,15 @@ def test_given_frames_must_leave_some_to_make() -> None:
         batch_of(wan_tiny, [{**row, "latents": torch.zeros(4, 3, 4, 4), "given": 3}])
 
 
-def test_rows_with_different_empty_captions_are_refused() -> None:
+def test_each_row_has_its_own_empty_caption_and_all_or_none_have_one() -> None:
+    cfg = attrs.evolve(wan_tiny, flow=attrs.evolve(wan_tiny.flow, caption_dropout=1.0 - 1e-9))
     rows = fake_rows(wan_tiny.space, 2, 0)
-    rows[1]["empty"] = rows[1]["empty"] + 1
-    with pytest.raises(ValueError, match="different embeddings of the empty caption"):
-        batch_of(wan_tiny, [*rows])
+    rows[1]["empty"] = torch.full((2, 16), 1.5)
+    batch = batch_of(cfg, [*rows, None])
+    texts = batch["text"].split(batch["packing"].texts)
+    assert all(torch.equal(text[: len(r["empty"])], r["empty"]) for text, r in zip(texts, rows, strict=False))
+    with pytest.raises(ValueError, match=rf"rows {rows[0]['id']} have no `empty`.*with all of them, or with none"):
+        batch_of(wan_tiny, [{**rows[0], "empty": None}, rows[1]])
 
 
 def test_facts_of_the_data_are_held_against_the_model() -> None:
