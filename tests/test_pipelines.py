@@ -14,16 +14,21 @@ from safetensors.torch import load_file
 import lf
 from lf.data import latents
 from lf.data.config import Encoding
-from lf.data.encode_text import EDITS, clean, encode_caption, open_texts, resized_to
+from lf.data.encode_text import EDITS, check_caption, clean, encode_caption, open_texts, resized_to
 from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import run
 from lf.data.source import DataCtx, open_data
+from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.diffusion.flow import Flow
 from lf.models.diffusion.latent import LatentModel, latent_batch, with_draws
 from lf.models.diffusion.packed import patchify, unpatchify
 from lf.models.diffusion.qwen_image import qwen_image_tiny
 from lf.models.diffusion.wan import wan_tiny
+from lf.train.checkpoint import distributed
+from lf.train.comm import process_group
+from lf.train.loop import train
+from lf.train.run import open_job
 from scripts.generate import main
 from tests.media_tools import QWEN_WIDTH, make_clip, make_qwen_texts, make_texts, make_vae
 from tests.test_painting import write_transformer
@@ -291,7 +296,8 @@ def test_rows_of_edits_are_cached_resumed_and_equal_to_those_encoded_while_readi
     (tmp_path / "cache/rows-00001.safetensors").unlink()
     assert run(command).facts["before"] == 1
     ctx = DataCtx(seed=0, cache_dir=tmp_path)
-    kept = open_data(lf.LatentData(path=str(tmp_path / "cache"), pipeline=str(qwen)), ctx)
+    kept_data = lf.LatentData(path=str(tmp_path / "cache"), pipeline=str(qwen))
+    kept = open_data(kept_data, ctx)
     live = open_data(lf.MediaData(path=str(source), encoding=Encoding(enlarge=True, **how)), ctx)  # type: ignore[arg-type]
     rows = [kept.row(0, i) for i in range(2)]
     for i, row in enumerate(rows):
@@ -317,7 +323,11 @@ def test_rows_of_edits_are_cached_resumed_and_equal_to_those_encoded_while_readi
     with torch.no_grad():
         assert torch.allclose(both["references"][0], pipe._encode_vae_image(seen, None)[0], atol=1e-5)
     model = attrs.evolve(EDIT, text=facts["text_length"], flow=Flow(caption_dropout=0.5))
-    spec.check_model(model, facts)
+    with pytest.raises(ValueError, match="up to 2 references, and the model reads none"):
+        spec.check_model(attrs.evolve(model, edit=False), facts)
+    job = lf.Run(model=model, data=kept_data, parallel=lf.TorchParallel(micro_batch=2), batch=2, steps=2)
+    with process_group(cpu):
+        train(open_job(job, tmp_path / "run", (), cpu, distributed(), lambda line: None))
     batch = spec.collate(model, rows, rows[0])
     assert len(batch["empty"]) == sum(batch["empties"]) == sum(len(row["empty"]) for row in rows)
 
@@ -363,3 +373,18 @@ def test_captions_of_wan_are_cleaned_as_by_its_pipeline() -> None:
     for caption in ("a  red\n disc ", "caf\u00c3\u00a9 &amp;amp; \u201cdisc\u201d", "\ufb01sh\u00a0\x1cleft", ""):
         assert clean(caption) == prompt_clean(caption)
     assert clean("caf\u00c3\u00a9") == "caf\u00e9"
+
+
+def test_edits_without_their_pictures_are_refused(
+    qwen: Path, tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = open_texts(qwen)
+    with pytest.raises(ValueError, match=r"holds <.image_pad.>, which stands for a picture"):
+        check_caption(texts, "x", "a <|image_pad|>", 999, [(64, 64)])
+    single = attrs.evolve(texts, edit=EDITS["QwenImageEditPipeline"])
+    with pytest.raises(ValueError, match="x has 2 references, and the pipeline takes one"):
+        check_caption(single, "x", "a", 999, [(64, 64)] * 2)
+    with pytest.raises(ValueError, match="embeddings, pictures included, and the model takes 99"):
+        check_caption(texts, "x", "a", 99, [(64, 64)])
+    assert main(["media", str(qwen), "--prompt", "a red disc", "--size", "64x64", *STEPS]) == 1
+    assert "0 references, and the pipeline takes one or more; list them" in capsys.readouterr().err

@@ -249,7 +249,7 @@ def check_caption(texts: Texts, name: str, caption: str, most: int, sizes: Seque
     if edit and (not sizes or (edit.single and len(sizes) > 1)):
         raise ValueError(
             f"{name} has {len(sizes)} references, and the pipeline takes {'one' if edit.single else 'one or more'}; "
-            "list them as `references` in a .jsonl"
+            "list them as `references` in a .jsonl, or give as many --image"
         )
     tokens = texts.ids(caption, [resized_to(edit.area, size) for size in sizes] if edit else ())
     if len(tokens) - texts.dropped > most:

@@ -324,12 +324,14 @@ class LatentRows:
         return _row(tensors, record["id"], record["caption"], self.empty, self.given)
 
     def describe(self) -> dict[str, int]:
-        """Returns `rows`, `text_length`, `encoder`, `content` and the sizes of `_SIZES`."""
+        """Returns `rows`, `text_length`, `given`, `references`, `encoder`, `content` and the sizes of `_SIZES`."""
         longest = max((record["shapes"]["text"][0] for _, record in self.rows), default=0)
         return {
             "rows": len(self),
             **{name: self.facts[name] for name in _SIZES},
             "text_length": max(longest, len(self.empty)),
+            "given": self.given,
+            "references": max((len(record["references"]) for _, record in self.rows), default=0),
             "encoder": _number(*(self.facts[name] for name in _MAKERS)),
             "content": self.digest,
         }
@@ -475,6 +477,8 @@ class MediaRows:
             "rows": len(self),
             **{name: facts[name] for name in _SIZES},
             "text_length": max(map(len, tokens)) - texts.dropped,
+            "given": self.given,
+            "references": max(len(one.references) for one in self.planned),
             "encoder": _number(*(facts[name] for name in _MAKERS)),
             "content": _number(key_of(rows), facts["dtype"]),
         }

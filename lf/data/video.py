@@ -163,17 +163,23 @@ class Decoder:
     def turns(self) -> int:
         """Returns by how many quarters, counterclockwise, the file says that frames are to be turned.
 
-        Raises ValueError with the path for another angle. The decoder stands at no frame afterwards.
+        Raises ValueError with the path for another angle, and for mirrored frames. The decoder stands at no frame
+        afterwards.
         """
         try:
             self._file.seek(0, stream=self._stream)
-            angle = next(self._file.decode(self._stream)).rotation
+            first = next(self._file.decode(self._stream))
         except (self._av.error.FFmpegError, StopIteration) as error:
             raise ValueError(f"{self.path}: its first frame cannot be decoded ({error}); fetch it again") from error
         self._last = None
-        if angle % 90:
-            raise ValueError(f"{self.path} is to be shown turned by {angle} degrees; turn it upright, by quarters")
-        return angle // 90 % 4
+        matrix = first.side_data.get("DISPLAYMATRIX")
+        right, down, left, up = (1, 0, 0, 1) if matrix is None else np.frombuffer(bytes(matrix), np.int32)[[0, 1, 3, 4]]
+        if first.rotation % 90 or float(right) * float(up) < float(down) * float(left):
+            raise ValueError(
+                f"{self.path} is to be shown mirrored or turned by {first.rotation} degrees; lf turns by quarters: "
+                "encode it upright"
+            )
+        return first.rotation // 90 % 4
 
     def _is_far(self, pts: int) -> bool:
         """Returns whether a key frame before `pts` is so far ahead that decoding from it is shorter than going on."""

@@ -374,8 +374,8 @@ def _with_captions(batch: spec.Batch, dropped: tuple[bool, ...]) -> spec.Batch:
 def check_data(cfg: LatentModel, data: Mapping[str, int]) -> None:
     """Raises ValueError where facts of the data are not the model's.
 
-    A source may state `channels` of its latents, `condition_channels`, `text_dim`, `image_dim`, and `text_length`, the
-    most embeddings of a caption; what it does not state is found row by row.
+    A source may state `channels` of its latents, `condition_channels`, `text_dim`, `image_dim`, `text_length`, the most
+    embeddings of a caption, and the most `given` frames and `references`; what it does not state is found row by row.
     """
     space = cfg.space
     wanted = {
@@ -391,6 +391,17 @@ def check_data(cfg: LatentModel, data: Mapping[str, int]) -> None:
         raise ValueError(
             f"model.text = {space.text}, but the data has captions of {data['text_length']} embeddings; shorten them, "
             "or raise model.text"
+        )
+    _check_pictures(space, data)
+
+
+def _check_pictures(space: Space, data: Mapping[str, int]) -> None:
+    if data.get("given") and not space.given:
+        raise ValueError(f"the data gives {data['given']} frames, and the model takes none; set data.given to 0")
+    if data.get("references") and not space.references:
+        raise ValueError(
+            f"the data has up to {data['references']} references, and the model reads none; leave them out, or take an "
+            "edit model"
         )
 
 
