@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import lf
 from lf.data import latents
 from lf.data.config import Encoding
-from lf.data.encode_text import EDITS, check_caption, clean, encode_caption, open_texts, resized_to
+from lf.data.encode_text import EDITS, check_caption, clean, encode_caption, open_texts, resized_to, texts_digest
 from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import run
 from lf.data.source import DataCtx, open_data
@@ -259,6 +259,8 @@ def test_edits_are_those_of_diffusers(qwen: Path, tmp_path: Path, small: None, k
 
     source = shutil.copytree(qwen, tmp_path / "source")
     write_index(source, kind, processor=["transformers", "Qwen2VLProcessor"])
+    # What a caption's embeddings are depends on which of the two it is, and so does their hash.
+    assert (texts_digest(source) == texts_digest(qwen)) == (count == 2)
     paths = pictures(tmp_path, tall=(96, 40), wide=(48, 80))[-count:]
     asked = ("--prompt", "a red disc's (left), right", "--image", *paths, "--guidance", 3)
     ours = painted(source, *asked, "--out", tmp_path / "a.safetensors", "--write-pipeline", tmp_path / "p")

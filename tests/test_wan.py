@@ -391,7 +391,7 @@ def test_facts_of_the_data_are_held_against_the_model() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             spec.check_model(wan_tiny, facts)
-    with pytest.raises(ValueError, match="gives 1 frames, and the model takes none; set data.given to 0"):
+    with pytest.raises(ValueError, match=r"gives 1 frames, and the model takes none; set data\.given to 0"):
         spec.check_model(I2V, {"given": 1})
     spec.check_model(wan_tiny, {"channels": 4, "text_dim": 16, "text_length": 6})
 
