@@ -105,12 +105,22 @@ class ChatRows:
         """
         return self.facts
 
-    def row(self, epoch: int, index: int) -> dict[str, Any]:
-        """Returns a row: `tokens` and `labels` [S], `lengths`, `real`, `id`, `media` and their `patches` [N, F]."""
+    def members(self, epoch: int, index: int) -> list[int]:
+        """Returns the samples of a row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of an epoch of {len(self)} rows")
         row = int(self.order(epoch)[index])
-        members = self.packed.documents[self.packed.bounds[row] : self.packed.bounds[row + 1]].tolist()
+        found: list[int] = self.packed.documents[self.packed.bounds[row] : self.packed.bounds[row + 1]].tolist()
+        return found
+
+    def row_media(self, epoch: int, index: int) -> tuple[Media, ...]:
+        """Returns the images and videos of a row, of which none is read."""
+        entries = (entry for member in self.members(epoch, index) for entry in self.entries(member))
+        return tuple(self.fitted(entry).media for entry in entries)
+
+    def row(self, epoch: int, index: int) -> dict[str, Any]:
+        """Returns a row: `tokens` and `labels` [S], `lengths`, `real`, `id`, `media` and their `patches` [N, F]."""
+        members = self.members(epoch, index)
         size = self.cfg.seq_len
         tokens, labels = np.full(size, self.pad, np.int32), np.full(size, IGNORE, np.int32)
         at, lengths = 0, []

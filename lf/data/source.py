@@ -23,7 +23,7 @@ from lf.data.lerobot_meta import read_meta
 from lf.data.multimodal import ChatRows, chat_texts, open_chat
 from lf.data.normalise import Floats, Normalisers
 from lf.data.text import TextRows, open_text, read_texts, text_key
-from lf.models.media import MediaRules
+from lf.models.media import Media, MediaRules
 from lf.models.spec import no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
 
@@ -211,12 +211,17 @@ class MixedRows:
         """How many rows are worth reading at once."""
         return max(getattr(part, "threads", 1) for part in self.parts)
 
+    def place(self, epoch: int, index: int) -> tuple[int, tuple[int, int]]:
+        """Returns the part whose turn it is, and the epoch and the index of its row."""
+        at, k = deal(epoch * len(self) + index, self.weights)
+        return at, locate(self.parts[at], k)
+
     def row(self, epoch: int, index: int) -> Row:
         """Returns a row of the part whose turn it is; its id begins with the part's number."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of an epoch of {len(self)} rows")
-        at, k = deal(epoch * len(self) + index, self.weights)
-        row = self.parts[at].row(*locate(self.parts[at], k))
+        at, where = self.place(epoch, index)
+        row = self.parts[at].row(*where)
         return {**row, "id": f"{at}/{row['id']}"}
 
     def describe(self) -> dict[str, int]:
@@ -225,6 +230,16 @@ class MixedRows:
         names = [name for name in facts[0] if all(name in fact for fact in facts)]
         merge: dict[str, Callable[[list[int]], int]] = dict.fromkeys(_COMMON, max)
         return {name: merge.get(name, sum)([fact[name] for fact in facts]) for name in names}
+
+
+def row_media(rows: Rows, epoch: int, index: int) -> tuple[Media, ...]:
+    """Returns the images and videos of a row; those of chats are known from the index, and none is read."""
+    if isinstance(rows, MixedRows):
+        at, where = rows.place(epoch, index)
+        return row_media(rows.parts[at], *where)
+    if isinstance(rows, ChatRows):
+        return rows.row_media(epoch, index)
+    return tuple(rows.row(epoch, index).get("media", ()))
 
 
 @open_data.register
