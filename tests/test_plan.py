@@ -228,7 +228,7 @@ def test_what_the_rules_accept_is_planned_whole(model: str, parallel: MegatronPa
     assert 0.0 <= made.bubble < 1.0
     held = []
     for rank, stage in enumerate(made.stages):
-        found = spec.blocks(cfg, attrs.evolve(layout, pp_rank=rank), load_of(job, "none"))
+        found = spec.blocks(cfg, attrs.evolve(layout, pp_rank=rank), load_of(job, layout, "none"))
         held += [layer for block in found if block.name == "attention" for layer in block.layers]
         memory = stage.memory[parallel.recompute]
         # The pieces are what the peak is made of.
@@ -254,7 +254,7 @@ def test_nearest_layouts_fit_and_say_all_that_differs() -> None:
     assert found
     for option in found:
         new = attrs.evolve(SMALL.parallel, **dict(option.changes))
-        assert changes(SMALL.parallel, new) == option.changes
+        assert changes(SMALL, attrs.evolve(SMALL, parallel=new)) == option.changes
         assert peak(attrs.evolve(SMALL, parallel=new)) == option.peak <= 0.6 * most
         assert not any(set(other.changes) < set(option.changes) for other in found)
     assert nearest(SMALL, 1.0) == ()
@@ -307,13 +307,12 @@ def test_a_search_finds_layouts_that_fit_the_fastest_first() -> None:
     found = search(SMALL, devices, 0.6 * most, count=10_000)
     times = [each.seconds for each in every]
     assert times == sorted(times)
-    assert any(each.parallel == SMALL.parallel for each in every)
+    assert any(each.job == SMALL for each in every)
     assert [each for each in every if each.peak <= 0.6 * most] == list(found)
     for each in found[:20]:
-        job = attrs.evolve(SMALL, parallel=each.parallel)
-        assert peak(job) == each.peak
-        assert step_seconds(job, plan(job).stages, devices) == pytest.approx(each.seconds)
-        assert each.parallel.tp <= 2
+        assert peak(each.job) == each.peak
+        assert step_seconds(each.job, plan(each.job).stages, devices) == pytest.approx(each.seconds)
+        assert each.job.parallel.tp <= 2
 
 
 CONFIG = """

@@ -54,7 +54,7 @@ def encoder_memory(
 ) -> Taken:
     """Returns what encoding images and videos takes; with `again` the backward makes each layer's activations again.
 
-    `together` says whether the gradients of all weights are alive at the end, or each goes as soon as it is there.
+    `together` is that of `taken`.
     """
     parts = encoder_parts(vision, projector, out, dtype)
     tower, joined = parts["vision"], parts["projector"]
@@ -63,17 +63,38 @@ def encoder_memory(
     tower.again = again
     tower.run = functools.partial(_run, tower)  # type: ignore[method-assign]
     patches_NF = torch.empty(sum(item.patches for item in media), joined.tower.numbers, device="meta")
-    trained = [param for param in parts.parameters() if param.requires_grad]
-    grids = [grid for item in media for grid in item.grids]
+    return taken(tower, joined, patches_NF, media, together=together)
+
+
+def taken(
+    tower: TowerModule, joined: ProjectorModule, patches_NF: Tensor, media: Sequence[Media], *, together: bool
+) -> Taken:
+    """Returns what a tower and a projector take on their device.
+
+    `together` says whether the gradients of all weights are alive at the end, or each goes as soon as it is there.
+    """
+    trained = [param for part in (tower, joined) for param in part.parameters() if param.requires_grad]
     with Alive() as alive:
-        states, inner = tower(patches_NF, grids)
+        states, inner = tower(patches_NF, [grid for item in media for grid in item.grids])
         tokens, levels = joined.project(states, inner, media)
         made = [tokens] if levels is None else [tokens, levels]
         del states, inner, tokens, levels
-        kept = alive.now - sum(each.nbytes for each in made)
-        grads = _gradients(made, trained) if together else _passing_gradients(made, trained)
-        del grads
-    return Taken(kept=kept, working=alive.most - kept - sum(each.nbytes for each in made))
+        features = sum(each.nbytes for each in made)
+        kept = alive.now - features
+        backward = [torch.empty_like(each) for each in made]
+        if together:
+            grads = torch.autograd.grad(made, trained, backward, allow_unused=True)
+            del grads
+        else:
+            hooks = [param.register_post_accumulate_grad_hook(_drop) for param in trained]
+            torch.autograd.backward(made, backward)
+            for hook in hooks:
+                hook.remove()
+    return Taken(kept=kept, working=alive.most - kept - features)
+
+
+def _drop(param: Tensor) -> None:
+    param.grad = None
 
 
 def _run(tower: TowerModule, layer: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -84,21 +105,6 @@ def _run(tower: TowerModule, layer: Callable[..., Tensor], *args: Any) -> Tensor
             return layer(*args)
 
     return TowerModule.run(tower, fused, *args)
-
-
-def _gradients(made: Sequence[Tensor], trained: Sequence[nn.Parameter]) -> Any:
-    return torch.autograd.grad(made, trained, [torch.empty_like(each) for each in made], allow_unused=True)
-
-
-def _passing_gradients(made: Sequence[Tensor], trained: Sequence[nn.Parameter]) -> None:
-    hooks = [param.register_post_accumulate_grad_hook(_drop) for param in trained]
-    torch.autograd.backward(made, [torch.empty_like(each) for each in made])
-    for hook in hooks:
-        hook.remove()
-
-
-def _drop(param: Tensor) -> None:
-    param.grad = None
 
 
 class Alive(TorchDispatchMode):
