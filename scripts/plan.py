@@ -33,7 +33,7 @@ class Flags:
     images: int = -1
     """Images of a row; -1 takes those of the config's data, which must then be there."""
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Frames, rows and columns of patches of each of `images`; what a tower takes as several tiles counts as several."""
+    """Frames, rows and columns of patches of each of `images`; an image in several tiles counts as several."""
     cpu: bool = False
     """Whether the ranks are CPUs, whose layers keep more."""
     json: bool = False
@@ -73,8 +73,8 @@ def check(flags: Flags) -> None:
         raise ValueError(f"--images = {flags.images} must be -1 to {MOST_IMAGES}; give those of a row, or leave it out")
     if (flags.images > 0) != (min(flags.grid) > 0):
         raise ValueError(
-            f"--images = {flags.images} with --grid = {flags.grid}: give both, the number of a row and the frames, rows "
-            "and columns of patches that each has"
+            f"--images = {flags.images} with --grid = {flags.grid}: give both, the images of a row and the frames, "
+            "rows and columns of patches of each"
         )
 
 

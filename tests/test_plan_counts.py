@@ -22,6 +22,8 @@ NEAR = 0.1
 """Largest difference of an estimate, relative to what was counted."""
 NEAR_PEAK = 0.15
 """The same for a peak, which adds what lives for moments only."""
+NEAR_CALLS = 0.15
+"""The same for messages with features, whose number depends on where in a row images stand."""
 LENGTH = 64
 
 P = lf.MegatronParallel
@@ -151,7 +153,7 @@ def check_traffic(sent: dict[Any, Any], real: list[dict[Any, Any]], uneven: bool
             # Which rank encodes what differs; a plan says what they do on average.
             for at, wanted in enumerate((calls, size)):
                 found = [each.get(key, (0, 0))[at] for each in real]
-                assert wanted == pytest.approx(sum(found) / len(found), rel=NEAR), key
+                assert wanted == pytest.approx(sum(found) / len(found), rel=(NEAR_CALLS, NEAR)[at]), key
             continue
         sizes = [each[key][1] for each in alike]
         # Experts cut twice: gloo gathers uneven loads in pieces of the largest, so the mean of the ranks counts.
@@ -185,9 +187,7 @@ def test_a_peak_is_what_a_step_has_alive(workers: Workers, case: str) -> None:
     check_peak(workers, world, cfg, parallel)
 
 
-def check_peak(
-    workers: Workers, world: int, model: ModelConfig, parallel: Any, media: tuple[Media, ...] = ()
-) -> None:
+def check_peak(workers: Workers, world: int, model: ModelConfig, parallel: Any, media: tuple[Media, ...] = ()) -> None:
     run, length = run_of(model, parallel=parallel, batch=4 * parallel.micro_batch), 4 * LENGTH
     job = job_with(run, world, length, media)
     alive = workers.run(world, most_alive, run, length, 4, media)

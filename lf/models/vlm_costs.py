@@ -1,4 +1,4 @@
-"""What the tower and the projector of a vision-language model hold, keep, compute and send, beside those of its decoder.
+"""What the tower and the projector of a vision-language model hold, keep, compute and send, beside its decoder.
 
 Memory is counted on their own modules (`lf.models.vision.memory`), operations are `media_flops`. Where all ranks of a
 replica encode (`Layout.apart`), the images of a step are taken as spread evenly over them, and over the row.
@@ -158,7 +158,7 @@ def _placed(images: _Images) -> tuple[Block, ...]:
 
 def _apart(images: _Images) -> Block:
     """Returns tower and projector where all ranks of a replica encode, each its share of the images of a step."""
-    layout, load, first = images.layout, images.load, images.layout.pp_rank == 0
+    load, first = images.load, images.layout.pp_rank == 0
     # Images are not cut: the heaviest rank has a whole number of them.
     number = math.ceil(load.micro * load.rows * load.usual * len(load.media) / images.ranks)
     rows = number / max(1, len(load.media))

@@ -1,4 +1,4 @@
-"""From a run to the facts that a plan rests on; no weight is read, and of data the lengths and grids of images alone."""
+"""From a run to the facts that a plan rests on; no weight is read, and of data the grids of images alone."""
 
 from pathlib import Path
 
@@ -22,9 +22,7 @@ ROWS = 256
 """Rows of data whose images are looked at: the order of an epoch is random."""
 
 
-def job_of(
-    run: Run, world: int, *, length: int = 0, media: tuple[Media, ...] | None = None, cpu: bool = False
-) -> Job:
+def job_of(run: Run, world: int, *, length: int = 0, media: tuple[Media, ...] | None = None, cpu: bool = False) -> Job:
     """Returns the facts of a run on `world` ranks.
 
     `length` is the tokens of a row where the data does not say; `media` are its images and videos, None those of the
