@@ -153,7 +153,7 @@ def test_ranks_that_encode_apart_share_what_the_first_stage_else_does_alone() ->
 
 
 def test_layouts_that_would_fit_name_the_fields_of_both_parts() -> None:
-    job = attrs.evolve(APART, parallel=P(tp=4, pp=4, recompute="full"))
+    job = attrs.evolve(APART, batch=256, parallel=P(tp=4, pp=4, recompute="full"))
     limit = 0.95 * worst(plan(job))[1]
     found = nearest(job, limit)
     assert any(("vision.recompute", "full") in option.changes for option in found)
