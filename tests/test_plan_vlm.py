@@ -183,6 +183,7 @@ def test_images_of_a_row_are_those_of_the_data_or_declared() -> None:
         ({}, None, "the data cannot say what images a row has .* declare them by --images and --grid"),
         ({"model": DENSE}, LARGE, "--images = 1, but .*Qwen3 takes no images; leave it out"),
         ({"model": DENSE, "parallel": H()}, None, "Qwen3 has no images to encode"),
+        ({"parallel": H(vision=P(tp=2))}, LARGE, "parallel.vision.tp = 2: plans are made for towers that are whole"),
         ({"parallel": H(text=P(tp=3))}, LARGE, "parallel.text.tp \\* cp \\* pp = 3 .* does not divide the world of 4"),
         ({}, LARGE * 20, "images of the plan: 20 take 5,120 tokens of a row, which has 4,096"),
         ({}, (Media(grids=((1, 31, 32),)),), "images of the plan: a picture of 31 x 32 patches cannot be joined"),

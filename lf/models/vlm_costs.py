@@ -159,7 +159,7 @@ def _placed(images: _Images) -> tuple[Block, ...]:
 def _apart(images: _Images) -> Block:
     """Returns tower and projector where all ranks of a replica encode, each its share of the images of a step."""
     load, first = images.load, images.layout.pp_rank == 0
-    # Images are not cut: the heaviest rank has a whole number of them.
+    # A tower is whole on every rank (vision.tp = 1), and images are not cut: the heaviest rank has a whole number.
     number = math.ceil(load.micro * load.rows * load.usual * len(load.media) / images.ranks)
     rows = number / max(1, len(load.media))
     taken, made = images.memory(together=True), round(rows * images.features * images.vector)

@@ -43,16 +43,20 @@ def job_of(run: Run, world: int, *, length: int = 0, media: tuple[Media, ...] | 
         raise ValueError(f"parallel = MegatronParallel: {type_name(model)} does not train there, so it has no plan")
     if not (length or row_length(run.data)):
         raise ValueError(f"data = {type_name(run.data)} does not say how long a row is; give --length TOKENS")
-    apart = isinstance(run.parallel, Hetero)
-    if apart and not takes_media(model):
+    vision = run.parallel.vision if isinstance(run.parallel, Hetero) else None
+    if vision is not None and not takes_media(model):
         raise ValueError(
             f"parallel = Hetero: {type_name(model)} has no images to encode; set parallel to what parallel.text is"
+        )
+    if vision is not None and vision.tp > 1:
+        raise ValueError(
+            f"parallel.vision.tp = {vision.tp}: plans are made for towers that are whole on every rank; plan with 1"
         )
     most, usual, known = _images(run, model, media)
     return Job(
         model=model,
         parallel=attrs.evolve(text, micro_batch=run.parallel.micro_batch),
-        vision=run.parallel.vision if isinstance(run.parallel, Hetero) else None,
+        vision=vision,
         world=world,
         batch=run.batch,
         length=length or row_length(run.data),
