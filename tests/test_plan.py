@@ -364,6 +364,12 @@ def test_the_script_plans_the_config_with_its_flags(tmp_path: Path, capsys: pyte
         ("--world 2 --memory nan", "--memory = nan must be 0 or more and finite; give the GiB of a rank"),
         ("--world 2 --memory -1", "--memory = -1.0 must be 0 or more and finite"),
         ("--world 2 --memory inf", "--memory = inf must be 0 or more and finite"),
+        ("--world 2 --images -2", "--images = -2 must be -1 to 65536; give those of a row"),
+        ("--world 2 --images 2", "--images = 2 with --grid = (0, 0, 0): give both, the images of a row and the frames"),
+        (
+            "--world 2 --images 2 --grid 1 2 2",
+            "--images = 2, but lf.models.llm.qwen.Qwen3 takes no images; leave it out",
+        ),
         ("--world 2 --length -5", "--length = -5 must be 0 to 1099511627776; give the tokens of a row"),
     ],
 )
