@@ -47,9 +47,9 @@ class Job:
     cpu: bool = False
     """Whether the ranks are CPUs."""
     media: tuple[Media, ...] = ()
-    """Images and videos of the row that has most of them; memory is planned for such rows alone."""
+    """Images and videos of the row that has most of them, by which memory is planned."""
     usual: float = 1.0
-    """Share of them that rows have on average, 0 to 1, where operations and traffic are planned."""
+    """Share of them that rows have on average, 0 to 1: for operations, and for all that is of a whole step's images."""
     known: str = ""
     """Where `media` is known from."""
 
