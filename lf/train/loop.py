@@ -305,7 +305,7 @@ def _report(
         seconds=seconds + fetched.wait,
         data_seconds=fetched.wait,
         tokens=metrics.tokens,
-        flops=flops(job.model, run.batch, length) if length else 0.0,
+        flops=flops(job.model, run.batch, length) + metrics.media_flops if length else 0.0,
     )
     window = add_timing(window, timing)
     report = report_step(
