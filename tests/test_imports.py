@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lf.kernels": ("lf.kernels", "lf.devices"),
     "lf.models": ("lf.models", "lf.devices", "lf.kernels", "lf.storage"),
     "lf.parallel": ("lf.parallel", "lf.models.spec", "lf.models.layers", "lf.devices"),
-    "lf.plan": ("lf.plan", "lf.models.spec", "lf.parallel.config"),
+    "lf.plan": ("lf.plan", "lf.models.media", "lf.models.spec", "lf.parallel.config"),
     "lf.data": (
         *("lf.data", "lf.config", "lf.models.media", "lf.models.pictures", "lf.models.spec", "lf.plan", "lf.storage"),
     ),

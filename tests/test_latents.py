@@ -27,7 +27,6 @@ from lf.models import spec
 from lf.models.diffusion.wan import experts, wan_tiny
 from lf.models.work import row_work
 from lf.train.checkpoint import distributed
-from lf.train.comm import process_group
 from lf.train.run import open_job
 from scripts.prepare import main
 from tests.media_tools import make_media, make_pipeline, make_texts, make_vae
@@ -355,7 +354,7 @@ def test_references_of_videos_or_for_pipelines_that_edit_nothing_are_refused(hom
     ],
 )
 def test_a_run_on_a_cache_that_does_not_fit_does_not_start(
-    home: Path, tmp_path: Path, cache: dict[str, Any], model: dict[str, Any], words: str
+    one_process: None, home: Path, tmp_path: Path, cache: dict[str, Any], model: dict[str, Any], words: str
 ) -> None:
     if cache.get("pipeline"):
         other = shutil.copytree(home / "pipeline", tmp_path / "other")
@@ -374,7 +373,7 @@ def test_a_run_on_a_cache_that_does_not_fit_does_not_start(
     ],
 )
 def test_a_run_on_media_that_do_not_fit_does_not_start(
-    home: Path, tmp_path: Path, change: dict[str, Any], words: str
+    one_process: None, home: Path, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     source = shutil.copytree(home / "media", tmp_path / "media")
     if not change:
@@ -386,7 +385,7 @@ def not_started(folder: Path, data: lf.DataConfig, words: str, **model: Any) -> 
     """Asserts that a run on some data is refused before it has a folder."""
     changed = attrs.evolve(wan_tiny, **{"text": 8, **model})
     run = lf.Run(model=changed, data=data, parallel=lf.TorchParallel(micro_batch=1), batch=2, steps=1)
-    with process_group(cpu), pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words):
         open_job(run, folder / "run", (), cpu, distributed(), lambda line: None)
     assert not (folder / "run").exists()
 
