@@ -116,6 +116,8 @@ def _config_file(folder: str | Path) -> Path:
     file = Path(folder) / "config.json"
     if not file.parent.is_dir():
         raise ValueError(f"{file.parent} is not a folder; give the local folder of a Hugging Face checkpoint")
+    if not file.is_file() and (file.parent / "model_index.json").is_file():
+        raise ValueError(f"{file.parent} is a whole diffusers pipeline; give the folder of its model, transformer/")
     if not file.is_file():
         raise ValueError(f"{file} is missing; give a Hugging Face folder, which has a config.json beside its weights")
     return file
