@@ -125,9 +125,7 @@ def test_a_pipeline_makes_a_picture_a_video_and_a_pipeline(home: Path, tmp_path:
     peer.load_state_dict(load_file(tmp_path / "p/transformer/diffusion_pytorch_model.safetensors"))
 
 
-def test_a_row_of_a_cache_asks_for_its_size(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_of_a_cache_asks_for_its_size(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = home / "pipeline/transformer", tmp_path / "a.safetensors"
     given = ["media", str(folder), "--cache", str(home / "cache"), "--steps", "2", "--device", "cpu", "--out", str(out)]
     rows = open_latents(LatentData(path=str(home / "cache")), seed=0)

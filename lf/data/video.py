@@ -73,7 +73,7 @@ def index_video(path: Path) -> VideoIndex:
     try:
         with open_video(path) as file:
             if not file.streams.video:
-                raise ValueError(f"{path} has no video stream: it is cut off, or sound alone; fetch it again, or leave it out")
+                raise ValueError(f"{path} has no video stream: it may be cut off, or sound alone; fetch it again")
             stream = file.streams.video[0]
             end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
             packets = [(packet.pts, packet.is_discard) for packet in file.demux(stream) if packet.size]
