@@ -168,7 +168,7 @@ def rows_run(data: Tripping, held_out: Tripping | None = None) -> lf.Run:
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "lacks"), [(wan_tiny, Tripping(), "latents"), (Toy(), FakeLatents(), "tokens")]
+    ("model", "data", "lacks"), [(wan_tiny, Tripping(), "latents"), (Toy(), FakeLatents(), "labels")]
 )
 def test_data_of_another_kind_is_refused_by_what_its_rows_lack(
     one_process: None, tmp_path: Path, model: Any, data: Any, lacks: str
