@@ -212,3 +212,7 @@ def position_tables(cfg: QwenImage, packing: Packing, device: torch.device) -> t
         along = torch.arange(first, first + length, device=device)
         texts.append(angles(cfg.axes, (along, along, along)))
     return rope_table(pictures), rope_table(texts)
+
+
+# A config that is read back from JSON imports this file alone, and needs the family's rules.
+import lf.models.diffusion.qwen_image  # noqa: E402, F401

@@ -256,3 +256,7 @@ class WanModel(nn.Module):
         places = self.cfg.patch[0] * self.cfg.patch[1] * self.cfg.patch[2]
         parts = (t.unflatten(-1, (places, -1)) for t in (tokens_TP, condition_TP))
         return torch.cat(tuple(parts), dim=-1).flatten(-2)
+
+
+# A config that is read back from JSON imports this file alone, and needs the family's rules.
+import lf.models.diffusion.wan  # noqa: E402, F401
