@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 
 from lf.data.chat_text import Item, Message
-from lf.data.files import TextFile, checked_text, path_fault
+from lf.data.files import TextFile, checked_text, json_object, path_fault
 from lf.data.media_files import Ref
 
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -85,17 +85,7 @@ def _jsonl(path: Path, root: Path) -> _Records:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield number, where, _object(line, where), _of_path(root, where)
-
-
-def _object(data: bytes | str, where: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error}); every sample must be one JSON object") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: a JSON {type(value).__name__}; every sample must be one JSON object")
-    return value
+                yield number, where, json_object(line, where), _of_path(root, where)
 
 
 def _parquet(path: Path, root: Path) -> _Records:
@@ -145,7 +135,7 @@ def _tar(path: Path, root: Path) -> _Records:
                     raise ValueError(f"{where} has {sorted(members)} and no json with its messages; add it")
                 stream = file.extractfile(members["json"])
                 assert stream is not None
-                record = _object(stream.read(), where)
+                record = json_object(stream.read(), where)
                 yield number, where, _with_members(record, members, where), _of_tar(path, where, members)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"{path}: cannot be read as an uncompressed tar ({error}); fetch or write it again") from error

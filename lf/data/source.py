@@ -130,7 +130,7 @@ def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
 
 @open_data.register
 def _(cfg: LatentData, ctx: DataCtx) -> LatentRows:
-    return open_latents(cfg, seed=ctx.seed, where=ctx.path)
+    return open_latents(cfg, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
 
 
 @open_data.register

@@ -66,6 +66,7 @@ def paint(args: Media) -> str:
 
     args = _settled(args)
     _check_out(args)
+    _check_flags(args)
     device = detect(args.device)
     starts = [open_saved(folder, "", args.config_file) for folder in (args.folder, args.low) if folder is not None]
     for start in starts:
@@ -75,22 +76,22 @@ def paint(args: Media) -> str:
     row, decode = _asked(args, cfg, device.torch_type)
     models = [load_model(start, local_context(start.model, device)).eval() for start in starts]
     _write(args, sample_row(cfg, models, row, args, device.torch_type), decode)
-    if args.write_pipeline is None:
-        return str(args.out)
-    pairs = zip(starts, models, strict=True)
-    save_pipeline(cast(Path, args.pipeline), args.write_pipeline, dict(zip(_PLACES, pairs, strict=False)))
-    return f"{args.out}\n{args.write_pipeline}"
+    told = [str(args.out)]
+    if args.cache is not None:
+        told.append(f"row {args.row} is {row['id']}: {row['caption']}")
+    if args.write_pipeline is not None:
+        pairs = zip(starts, models, strict=True)
+        save_pipeline(cast(Path, args.pipeline), args.write_pipeline, dict(zip(_PLACES, pairs, strict=False)))
+        told.append(str(args.write_pipeline))
+    return "\n".join(told)
 
 
 def _settled(args: Media) -> Media:
     """Returns the arguments with what a folder that is a whole pipeline says itself."""
-    index = args.folder / "model_index.json"
-    if not index.is_file():
+    if not (args.folder / "model_index.json").is_file():
         return args
-    try:
-        stated = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{index} is no JSON ({error}); fetch the pipeline again") from error
+    stated = _stated(args.folder / "model_index.json")
+    scheduler = _stated(args.folder / "scheduler/scheduler_config.json")
     second = args.folder / "transformer_2"
     return attrs.evolve(
         args,
@@ -98,7 +99,18 @@ def _settled(args: Media) -> Media:
         folder=args.folder / "transformer",
         low=args.low or (second if second.is_dir() else None),
         boundary=args.boundary or float(stated.get("boundary_ratio") or 0.0),
+        shift=args.shift or float(scheduler.get("flow_shift") or 0.0),
     )
+
+
+def _stated(file: Path) -> dict[str, Any]:
+    """Returns what a file of a pipeline says, nothing where it is not there."""
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); fetch the pipeline again") from error
 
 
 def _check_out(args: Media) -> None:
@@ -126,6 +138,17 @@ def _check_target(source: Path, target: Path) -> None:
         raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
     if target.exists():
         raise ValueError(f"{target} is there already; give a new folder")
+
+
+def _check_flags(args: Media) -> None:
+    """Raises ValueError for flags that change nothing, and for one expert of a pipeline of two."""
+    if args.cache is not None and (args.size or args.frames > 1):
+        raise ValueError("a row of a cache has its own size and frames: leave out --size and --frames")
+    if args.low is None and args.pipeline is not None and (args.pipeline / "transformer_2").is_dir():
+        raise ValueError(
+            f"{args.pipeline} has two experts, and {args.folder} is one: give the other as --low, perhaps "
+            f"{args.pipeline / 'transformer_2'}, and the --boundary between them"
+        )
 
 
 def _asked(args: Media, cfg: LatentModel, device: str) -> tuple[dict[str, Any], Callable[[Tensor], Any] | None]:
@@ -170,11 +193,12 @@ def _like(picture: Any) -> str:
 def _cached(args: Media, cache: Path) -> dict[str, Any]:
     from lf.data.config import LatentData
     from lf.data.latents import open_latents
+    from lf.train.run import cache_dir
 
-    rows = open_latents(LatentData(path=str(cache)), seed=0, where="--cache")
+    rows = open_latents(LatentData(path=str(cache)), seed=0, cache_dir=cache_dir(), where="--cache")
     if args.row >= len(rows):
         raise ValueError(f"--row {args.row}, and {cache} has {len(rows)} rows; give a smaller one")
-    row = rows.row(0, args.row)
+    row = rows.at(args.row)
     kind, frames = args.out.suffix.lower(), row["latents"].shape[1]
     if kind != ".safetensors" and (kind == ".mp4") != (frames > 1):
         shown = "a video; give --out FILE.mp4" if frames > 1 else "a picture; give --out FILE.png"
