@@ -51,7 +51,7 @@ def open_images(pipeline: Path, device: str = "cpu") -> Images | None:
             f"first frames are encoded by transformers, which is missing ({error}); install lf[diffusion]"
         ) from error
     try:
-        model = load_quietly(CLIPVisionModel, folder, torch.float32, device)
+        model = load_quietly(CLIPVisionModel, folder, torch.float32)
         processor = processor_class("CLIPImageProcessor").from_pretrained(
             pipeline / "image_processor", local_files_only=True
         )
@@ -59,6 +59,7 @@ def open_images(pipeline: Path, device: str = "cpu") -> Images | None:
         raise ValueError(
             f"{pipeline} has no whole image_encoder and image_processor ({error}); fetch them again"
         ) from error
+    model.requires_grad_(False).eval().to(device)
 
     @torch.no_grad()
     def run(picture_HW3: Pixels) -> Tensor:

@@ -131,18 +131,17 @@ def processor_class(name: str) -> Any:
         ) from error
 
 
-def load_quietly(kind: Any, folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """Returns transformers' model of a folder, frozen; raises as it does, and draws no bars."""
+def load_quietly(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """Returns transformers' model of a folder; raises as it does, and draws no bars."""
     from transformers.utils import logging
 
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)
+        return kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)
     finally:
         if drawn:
             logging.enable_progress_bar()
-    return model.requires_grad_(False).eval().to(device)
 
 
 def clean(caption: str) -> str:
@@ -174,12 +173,13 @@ def open_texts(pipeline: Path, device: str = "cpu", dtype: torch.dtype = torch.f
         ) from error
     seen = processor_class("Qwen2VLImageProcessor") if edit else None
     try:
-        model = load_quietly(getattr(transformers, known[kind]), folder, dtype, device)
+        model = load_quietly(getattr(transformers, known[kind]), folder, dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(pipeline / "tokenizer", local_files_only=True)
         processor = seen.from_pretrained(pipeline / "processor", local_files_only=True) if seen else None
     except (OSError, RuntimeError, ValueError) as error:
         needed = f"text_encoder{', processor' if edit else ''} and tokenizer"
         raise ValueError(f"{pipeline} has no whole {needed} ({error}); fetch them again") from error
+    model.requires_grad_(False).eval().to(device)
     digest = texts_digest(pipeline)
     return _umt5(model, tokenizer, digest) if kind == "umt5" else _qwen(model, tokenizer, processor, edit, digest)
 
