@@ -8,6 +8,7 @@ Shapes: T frames, H height, W width, N patches, F numbers of a patch.
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.config import AnyresPictures, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures
+from lf.data.config import AnyresPictures, KimiPictures, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures
 from lf.models.media import Grid, Media
 from lf.models.spec import no_rule
 
@@ -328,3 +329,53 @@ def _(cfg: AnyresPictures, fitted: Fitted, pixels_THWC: Pixels) -> Pixels:
 def _(cfg: AnyresPictures, level: int) -> AnyresPictures | None:
     # The model works out the tiles of an image from its own pinpoints, so only videos can be made smaller.
     return attrs.evolve(cfg, frames=cfg.frames - level) if cfg.frames > level else None
+
+
+@fit.register
+def _(cfg: KimiPictures, shape: Shape, count: Count, alone: bool = True) -> Fitted:
+    most = cfg.max_patches if shape.kind == "image" else cfg.video_max_patches
+    patches = max(1, shape.height // cfg.patch) * max(1, shape.width // cfg.patch)
+    longest = cfg.side * cfg.patch
+    scale = min(1.0, math.sqrt(most / patches), longest / shape.height, longest / shape.width)
+    height, width = (min(max(1, int(side * scale)), longest) for side in (shape.height, shape.width))
+    factor = cfg.patch * cfg.merge
+    rows, columns = (-(-side // factor) * cfg.merge for side in (height, width))
+    frames = _kimi_frames(cfg, shape) if shape.kind == "video" else (0,)
+    starts = frames[:: cfg.frames]
+    grids = tuple((len(frames[at : at + cfg.frames]), rows, columns) for at in range(0, len(frames), cfg.frames))
+    media = Media(grids=grids, kind=shape.kind, size=(shape.height, shape.width))
+    tokens = count(media)
+    pieces: list[Piece] = [("media", tokens)]
+    if shape.kind == "video":
+        pieces = [piece for frame in starts for piece in _kimi_piece(frame / shape.fps, tokens // len(grids))]
+    return Fitted(media=media, tokens=tokens, pieces=tuple(pieces), frames=frames, size=(height, width))
+
+
+def _kimi_frames(cfg: KimiPictures, shape: Shape) -> tuple[int, ...]:
+    """Returns the frames of a video: at its ends and evenly between, as Kimi-K2.5's published processor takes them."""
+    _check_video(shape)
+    number = max(1, round(shape.frames * min(cfg.fps, shape.fps) / shape.fps))
+    return tuple(np.linspace(0, shape.frames - 1, number).round().astype(int).tolist())
+
+
+def _kimi_piece(seconds: float, tokens: int) -> list[Piece]:
+    stamp = time.strftime("%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}"
+    begin: list[Piece] = [("text", stamp), ("special", "<|media_begin|>"), ("text", "video")]
+    return [*begin, ("special", "<|media_content|>"), ("media", tokens), ("special", "<|media_end|>")]
+
+
+@pictures_of.register
+def _(cfg: KimiPictures, fitted: Fitted, pixels_THWC: Pixels) -> Pixels:
+    _, rows, columns = fitted.media.grids[0]
+    filled = np.zeros((len(pixels_THWC), rows * cfg.patch, columns * cfg.patch, 3), np.uint8)
+    filled[:, : fitted.size[0], : fitted.size[1]] = _resized(pixels_THWC, fitted.size)
+    return filled
+
+
+@shrunk.register
+def _(cfg: KimiPictures, level: int) -> KimiPictures | None:
+    least = cfg.merge**2
+    if max(cfg.max_patches, cfg.video_max_patches) * 0.75 ** (level - 1) <= least:
+        return None
+    image, video = (max(least, int(most * 0.75**level)) for most in (cfg.max_patches, cfg.video_max_patches))
+    return attrs.evolve(cfg, max_patches=image, video_max_patches=video)
