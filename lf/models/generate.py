@@ -127,21 +127,19 @@ def _continue(
     device: str,
 ) -> Iterator[int]:
     generator = torch.Generator().manual_seed(how.seed)
-    seen, new, at = list(prompt), list(prompt), 0
+    first = _pictured(cfg, prompt, pictures) if pictures else _text_batch(torch.tensor([prompt]), 0)
+    batch, new = first, list[int]()
     was_training = model.training
     model.eval()
     try:
         with _cache(cfg, model) as cached:
             for _ in range(limit):
-                given, start = (new, at) if cached else (seen, 0)
-                batch = _pictured(cfg, given, pictures) if pictures and not start else _batch(given, start)
                 token = choose(_logits(cfg, model, batch, device), how, generator)
                 if token == eos:
                     return
-                at = int(batch["positions"].flatten()[-1]) + 1
-                new = [token]
-                seen += new
+                new.append(token)
                 yield token
+                batch = _text_batch(torch.tensor([[token]]), _end(batch)) if cached else _extended(first, new)
     finally:
         model.train(was_training)
 
@@ -179,13 +177,14 @@ def _cache(cfg: ModelConfig, model: nn.Module) -> contextlib.AbstractContextMana
     return key_value_cache(model)
 
 
-def _batch(ids: Sequence[int], start: int) -> Batch:
+def _text_batch(tokens_BS: Tensor, start: int) -> Batch:
+    length = tokens_BS.shape[1]
     return {
-        "tokens": torch.tensor([ids]),
-        "positions": torch.arange(start, start + len(ids))[None],
-        "lengths": (len(ids),),
+        "tokens": tokens_BS,
+        "positions": torch.arange(start, start + length)[None],
+        "lengths": (length,),
         "ids": ("prompt",),
-        "count": len(ids),
+        "count": length,
     }
 
 
@@ -194,3 +193,14 @@ def _pictured(cfg: ModelConfig, ids: Sequence[int], pictures: Mapping[str, Any])
     row |= {"id": "prompt", **pictures}
     batch = slice_batch(cfg, collate(cfg, [row], row), Layout())
     return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def _end(batch: Batch) -> int:
+    """Returns the position after a batch, whose last token is one of text: all its positions are alike."""
+    return int(batch["positions"].flatten()[-1]) + 1
+
+
+def _extended(batch: Batch, new: Sequence[int]) -> Batch:
+    more = _text_batch(torch.tensor([[*batch["tokens"][0].tolist(), *new]]), 0)
+    positions = torch.arange(_end(batch), _end(batch) + len(new)).expand(*batch["positions"].shape[:-1], -1)
+    return {**batch, **more, "positions": torch.cat((batch["positions"], positions), dim=-1)}

@@ -15,6 +15,7 @@ from lf.models.hf_save import Source
 from lf.models.media import media_rules
 from lf.models.spec import ModelConfig, type_name
 from lf.train.config import Run
+from lf.train.reader import Reader
 from lf.train.start import Start, newest
 
 
@@ -38,11 +39,10 @@ def _asked_by(folder: Path, start: Start, tokenizer: Tokenizer) -> ChatData:
     Raises ValueError where nothing says it.
     """
     if (folder / "checkpoints").is_dir():
-        reader, _ = newest(folder)
-        if "run" in reader.meta:
-            found = chats_of(from_json(reader.fact("run", str), source=str(reader.path), kind=Run).data)
-            if found is not None:
-                return found
+        data = saved_data(newest(folder)[0])
+        found = None if data is None else chats_of(data)
+        if found is not None:
+            return found
     if start.source is None:
         raise ValueError(
             f"{folder} was trained on no chats, so nothing says how it reads images; train it on lf.ChatData"
@@ -51,6 +51,14 @@ def _asked_by(folder: Path, start: Start, tokenizer: Tokenizer) -> ChatData:
     if not own_template(tokenizer.files):
         raise ValueError(f"{folder} has no chat template; put the model's there, as chat_template.jinja")
     return ChatData(paths=(str(folder),), pictures=pictures)
+
+
+def saved_data(reader: Reader) -> DataConfig | None:
+    """Returns the data of the run that made a checkpoint; None where an import did."""
+    if "run" not in reader.meta:
+        return None
+    run: Run = from_json(reader.fact("run", str), source=str(reader.path), kind=Run)
+    return run.data
 
 
 def ask(

@@ -47,6 +47,7 @@ from lf.models.spec import (
 )
 from lf.models.weights import WeightMap
 from lf.parallel.config import Hetero, megatron_part, resolve
+from lf.train.chats import chat_files
 from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
@@ -166,7 +167,11 @@ def open_job(
         say(f"resumed from {reader.path}")
     check_room(folder, engine.pieces(engine.state), 1, comm)
     kept = dict(start.source.files) if start.source else {}
-    beside = {**inputs.tokenizer_files, **acting_files(start.model, start.source, acting_of(inputs.rows))}
+    beside = {
+        **inputs.tokenizer_files,
+        **chat_files(start.model, start.source, run.data, inputs.tokenizer),
+        **acting_files(start.model, start.source, acting_of(inputs.rows)),
+    }
     check_target(folder / HF, [*kept, *beside])
     check_target(folder / ADAPTER, ADAPTER_FILES)
     if reader is None:
