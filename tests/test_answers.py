@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -28,6 +29,7 @@ from lf.models.media import media_rules
 from lf.train.chats import ask
 from lf.train.start import Start, load_model, local_context, open_saved
 from scripts.generate import main
+from tests.golden.record_processors import FILE, NAMES, PROMPT, SIZE, of_lf, of_transformers, smooth
 from tests.test_multimodal import picture, save
 
 GOLDEN = Path(__file__).parent / "golden/hf"
@@ -75,8 +77,9 @@ def write_tokenizer(folder: Path, more: dict[str, int], template: str) -> None:
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(name, special=True) for name in special])
     folder.joinpath("tokenizer.json").write_text(inner.to_str())
-    stated = {"eos_token": "<|im_end|>", "chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    stated = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     folder.joinpath("tokenizer_config.json").write_text(json.dumps(stated))
+    folder.joinpath("chat_template.jinja").write_text(template)
 
 
 def folder_of(family: str, tmp_path: Path) -> Path:
@@ -192,6 +195,34 @@ def test_processor_files_say_what_pictures_they_were_made_of(tmp_path: Path, fam
     assert attrs.evolve(read_pictures(found, "here"), video=pictures.video) == pictures
 
 
+@pytest.mark.parametrize("family", CASES)
+def test_whole_processors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    """As `processors.npz` has recorded them: resized pixels within a level or two of 255, all else equal."""
+    pictures, folder = CASES[family][0], folder_of(family, tmp_path)
+    Image.fromarray(smooth(*SIZE, 99)).save(tmp_path / "a.png")
+    _, question = asked(folder, PROMPT, [tmp_path / "a.png"])
+    with np.load(FILE) as recorded:
+        ids, image, frames, video = (recorded[f"{family}.{name}"] for name in NAMES)
+    ours, chosen, clip = of_lf(pictures, folder)
+    assert question.tokens == ids.tolist()
+    assert ours.shape == image.shape
+    assert np.abs(ours - image).max() * 127.5 < 1.1
+    assert clip.shape == video.shape
+    assert np.abs(clip - video).max() * 127.5 < 2.1
+    # Kimi's published processor takes a video's first and last frames, transformers' does not.
+    assert family == "kimi_k25" or chosen.tolist() == frames.tolist()
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_what_is_recorded_of_processors_is_what_transformers_makes(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("torchvision", reason="the whole processors of transformers need it")
+    pictures, folder = CASES[family][0], folder_of(family, tmp_path)
+    found = of_transformers(pictures, folder, of_lf(pictures, folder)[1])
+    with np.load(FILE) as recorded:
+        for name, value in zip(NAMES, found, strict=True):
+            np.testing.assert_allclose(value, recorded[f"{family}.{name}"], atol=1e-5)
+
+
 def published(**fields: Any) -> dict[str, bytes]:
     return {"preprocessor_config.json": json.dumps(fields).encode()}
 
@@ -236,7 +267,7 @@ def test_the_script_answers_and_says_what_is_wrong(
     text = shutil.copytree(GOLDEN / "qwen3", tmp_path / "text")
     write_tokenizer(text, {}, CHATML)
     bare = shutil.copytree(folder, tmp_path / "bare")
-    (bare / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (bare / "chat_template.jinja").unlink()
     for told, where, given in (
         (r"none\.png \(named by the prompt\): the image is missing", folder, ["--image", str(tmp_path / "none.png")]),
         (

@@ -277,8 +277,10 @@ def _(cfg: AnyresPictures, shape: Shape, count: Count, alone: bool = True) -> Fi
     size, pictures = (cfg.tile, cfg.tile), 1
     frames: tuple[int, ...] = (0,)
     if shape.kind == "video":
-        frames = _middles(cfg.frames, shape)
-        pictures = len(frames)
+        _check_video(shape)
+        # As transformers takes them: at the start of as many equal parts.
+        pictures = min(cfg.frames, shape.frames)
+        frames = tuple((np.arange(pictures) * (shape.frames / pictures)).astype(int).tolist())
     elif alone:
         size = _pinpoint(cfg, shape.height, shape.width)
         pictures = 1 + size[0] * size[1] // cfg.tile**2

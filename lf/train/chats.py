@@ -98,9 +98,10 @@ def chat_files(
     if chats is None or rules is None or tokenizer is None:
         return {}
     _, template = open_template(chats.template, tokenizer, "data")
-    made = {"chat_template.jinja": template.encode()} if chats.template else {}
+    shown = {"chat_template.jinja": template.encode()}
     if source is not None and any(name in FILES for name, _ in source.files):
-        return made
+        return shown if chats.template else {}
     config = parse_config(Path("config.json"), (source.config if source else b"") or hf.config_bytes(model))
     names = media_names(rules.ids, chats.pictures.video, tokenizer, "data")
-    return {**made, **processor_files(chats.pictures, config, rules, names, tokenizer)}
+    # transformers looks for the template of a whole processor in this file alone.
+    return {**shown, **processor_files(chats.pictures, config, rules, names, tokenizer)}
