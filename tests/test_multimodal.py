@@ -436,6 +436,8 @@ def test_a_video_of_qwen3_has_a_time_before_each_of_its_grids() -> None:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"t\.jinja' refuses .*RecursionError"),
         ("{{ 'a' * (10**11) }}", r"t\.jinja' refuses .*MemoryError"),
         ("{{ 10**(10**10) }}", r"t\.jinja' refuses .*MemoryError"),
+        ("{% set n = namespace(a='a' * 9**6) %}" + "{% set n.a = n.a ~ n.a %}" * 40, r"jinja' refuses .*MemoryError"),
+        ("{% set n = namespace(a='a' * 9**6) %}" + "{% set n.a = n.a + n.a %}" * 40, r"jinja' refuses .*MemoryError"),
         ("\ue00099\ue001", r"t\.jinja' has the character U\+E000"),
         (r"{{ '\ue00099\ue001' }}", "writes the character U"),
     ],
@@ -446,15 +448,26 @@ def test_a_template_that_cannot_do_is_refused(tmp_path: Path, source: str, told:
         encoded([said("user", "a"), said("assistant", "b")], source=str(tmp_path / "t.jinja"))
 
 
+LOOPS = "{{% for a in range(99999) %}}{{% for b in range(99999) %}}{}{{% endfor %}}{{% endfor %}}"
+BRANCHES = (
+    "{{% macro m(n) %}}{}{{% if n %}}{{{{ m(n - 1) }}}}{{{{ m(n - 1) }}}}{{% endif %}}{{% endmacro %}}{{{{ m(60) }}}}"
+)
+
+
 @pytest.mark.parametrize(
-    ("inner", "told"), [("", "loops turn more than 2000 times"), ("{{ 'a' * 90 }}", "more than 9000 characters")]
+    ("source", "told"),
+    [
+        (LOOPS.format(""), "loops turn more than 2000 times"),
+        (LOOPS.format("{{ 'a' * 90 }}"), "more than 9000 characters"),
+        (BRANCHES.format(""), "called more than 2000 times"),
+        (BRANCHES.format("{{ 'a' * 90 }}"), "macros and functions make more than 9000 characters"),
+    ],
 )
 def test_a_template_without_end_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, told: str
 ) -> None:
     monkeypatch.setattr("lf.data.chat_text._MOST_TURNS", 2000)
     monkeypatch.setattr("lf.data.chat_text._MOST_TEXT", 9000)
-    source = "{% for a in range(99999) %}{% for b in range(99999) %}" + inner + "{% endfor %}{% endfor %}"
     (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
     with pytest.raises(ValueError, match=told):
         encoded([said("user", "a"), said("assistant", "b")], source=str(tmp_path / "t.jinja"))
@@ -732,6 +745,8 @@ def test_a_cut_keeps_or_drops_each_span_as_a_whole(most: int, gaps: list[tuple[i
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "assistant has 'tool_calls'"),
         ({"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]}, "has 'reasoning_content'"),
         ({"messages": [{"role": "user", "content": None}]}, "a message of user has no content, or null"),
+        ({"messages": [{"role": "tool", "content": "9", "tool_call_id": "c1"}]}, "of tool has 'tool_call_id'"),
+        ({"messages": [{"role": "user", "content": "9", "name": "Ann"}]}, "of user has 'name'"),
     ],
 )
 def test_a_fault_names_its_file(tmp_path: Path, change: dict[str, Any], told: str) -> None:

@@ -20,7 +20,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 _KNOWN = ("system", "user", "assistant", "tool")
 _MARKS: tuple[tuple[Literal["image", "video"], str], ...] = (("image", "<image>"), ("video", "<video>"))
 _UNREAD = ("tools", "functions", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-_NAMED = ("name", "tool_call_id")
+_OF_MESSAGE = ("name", "tool_call_id")
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 _VIDEOS = ("mp4", "avi", "mkv", "mov", "webm")
 
@@ -254,8 +254,8 @@ def _turns(record: Mapping[str, Any], where: str) -> Sequence[Any]:
     return found
 
 
-def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
-    for key in _UNREAD:
+def _refuse_unread(value: Mapping[str, Any], what: str, where: str, keys: Sequence[str] = _UNREAD) -> None:
+    for key in keys:
         if value.get(key) not in (None, "", [], {}, "[]", "{}"):
             raise ValueError(
                 f"{where}: {what} has {key!r}, which no chat template of lf is shown; write it into the content of a "
@@ -270,7 +270,7 @@ def _message(value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: 
     role = _ROLES.get(str(role), str(role))
     if role not in _KNOWN:
         raise ValueError(f"{where}: a message has the role {role!r:.40}; it must be one of {', '.join(_KNOWN)}")
-    _refuse_unread(value, f"a message of {role}", where)
+    _refuse_unread(value, f"a message of {role}", where, (*_UNREAD, *_OF_MESSAGE))
     content = _content(value)
     if content is None:
         raise ValueError(f"{where}: a message of {role} has no content, or null; give it a text, which may be empty")

@@ -34,7 +34,8 @@ _MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 # Texts are marks while a template runs, so what it makes is short whatever the conversation says.
 _MOST_TEXT = 10_000_000
 _MOST_TURNS = 1_000_000
-_LEFT, _COUNTED = "lf turns left", "lf counted"  # No template can write a name with spaces.
+# No template can write a name with spaces.
+_LEFT, _COUNTED, _JOINED, _MADE = "lf turns left", "lf counted", "lf joined", "lf made"
 
 
 @attrs.frozen(kw_only=True)
@@ -90,7 +91,8 @@ Template = Callable[[Sequence[Message], bool], str]
 def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template, str]:
     """Returns the template of a Jinja file, of lf (`chatml`), or of a tokenizer where `path` is empty; and its source.
 
-    It is run in Jinja's sandbox, and may make 10 million characters in a million turns of its loops. Raises ValueError
+    It is run in Jinja's sandbox, and may make 10 million characters in a million turns of its loops and calls of its
+    macros. Raises ValueError
     where there is none, or it is no template.
     """
     if path == "chatml":
@@ -145,12 +147,32 @@ def _compile(source: str, name: str, where: str) -> Any:
             f"{where}.template: the template {name} has the character U+E000 or U+E001, by which lf marks texts; "
             "take it out"
         )
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+    class Counting(ImmutableSandboxedEnvironment):
+        """Counts calls as turns of loops, and what they make together as text of the template."""
+
+        def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if next(context[_LEFT], None) is None:
+                raise TemplateError(f"its macros and functions are called more than {_MOST_TURNS} times")
+            made = super().call(context, called, *args, **kwargs)
+            if isinstance(made, str):
+                context[_MADE][0] += len(made)
+                if context[_MADE][0] > _MOST_TEXT:
+                    raise MemoryError(f"its macros and functions make more than {_MOST_TEXT} characters")
+            return made
+
+    def joined(values: Sequence[Any]) -> str:
+        texts = [str(value) for value in values]
+        if sum(map(len, texts)) > _MOST_TEXT:
+            raise MemoryError(f"a text of more than {_MOST_TEXT} characters")
+        return "".join(texts)
+
+    env = Counting(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    env.filters[_COUNTED] = counted
+    env.filters |= {_COUNTED: counted, _JOINED: joined}
     env.globals["raise_exception"] = fail
-    env.intercepted_binops = frozenset({"*", "**"})
-    env.binop_table |= {"*": _times, "**": _power}
+    env.intercepted_binops = frozenset({"+", "*", "**"})
+    env.binop_table |= {"+": _plus, "*": _times, "**": _power}
     # The tag marks what the assistant says where transformers renders; here the marks do.
     source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
     source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
@@ -158,12 +180,21 @@ def _compile(source: str, name: str, where: str) -> Any:
         tree = env.parse(source)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        for concat in tree.find_all(nodes.Concat):
+            parts = nodes.List(concat.nodes, lineno=concat.lineno)
+            concat.nodes = [nodes.Filter(parts, _JOINED, [], [], None, None, lineno=concat.lineno)]
         tree.set_environment(env)
         return env.from_string(tree)
     except Exception as error:
         raise ValueError(
             f"{where}.template: {name} cannot be read as a Jinja template ({_told(error)}); correct it"
         ) from error
+
+
+def _plus(left: Any, right: Any) -> Any:
+    if hasattr(left, "__len__") and hasattr(right, "__len__") and len(left) + len(right) > _MOST_TEXT:
+        raise MemoryError(f"{len(left)} and {len(right)} parts")
+    return left + right
 
 
 def _times(left: Any, right: Any) -> Any:
@@ -200,7 +231,7 @@ def _render(template: Any, name: str, messages: Sequence[Message], begin: bool) 
     length = 0
     try:
         left = iter(range(_MOST_TURNS))
-        for part in template.generate(messages=shown, add_generation_prompt=begin, **{_LEFT: left}):
+        for part in template.generate(messages=shown, add_generation_prompt=begin, **{_LEFT: left, _MADE: [0]}):
             length += len(part)
             if length > _MOST_TEXT:
                 raise MemoryError(f"it makes more than {_MOST_TEXT} characters")

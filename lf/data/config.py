@@ -229,6 +229,8 @@ class AnyresPictures(Pictures):
     """Pixels of a side of a tile."""
     pinpoints: tuple[tuple[int, int], ...] = tuple(itertools.product(range(384, 2305, 384), range(384, 2305, 384)))
     """Heights and widths in pixels that an image may be resized to before it is cut into tiles."""
+    max_pixels: int = attrs.field(default=0, validator=ge(0))
+    """Larger images are reduced to so many pixels first, and so to fewer tiles; 0 reduces none, as published."""
     frames: int = attrs.field(default=32, validator=ge(1))
     """Frames of a video."""
 

@@ -274,6 +274,7 @@ def _(cfg: TilePictures, level: int) -> TilePictures | None:
 @fit.register
 def _(cfg: AnyresPictures, shape: Shape, count: Count, alone: bool = True) -> Fitted:
     grid: Grid = (1, cfg.tile // cfg.patch, cfg.tile // cfg.patch)
+    height, width = shape.height, shape.width
     size, pictures = (cfg.tile, cfg.tile), 1
     frames: tuple[int, ...] = (0,)
     if shape.kind == "video":
@@ -282,9 +283,11 @@ def _(cfg: AnyresPictures, shape: Shape, count: Count, alone: bool = True) -> Fi
         pictures = min(cfg.frames, shape.frames)
         frames = tuple((np.arange(pictures) * (shape.frames / pictures)).astype(int).tolist())
     elif alone:
-        size = _pinpoint(cfg, shape.height, shape.width)
+        scale = math.sqrt(cfg.max_pixels / (height * width)) if 0 < cfg.max_pixels < height * width else 1.0
+        height, width = (max(1, int(side * scale)) for side in (height, width))
+        size = _pinpoint(cfg, height, width)
         pictures = 1 + size[0] * size[1] // cfg.tile**2
-    media = Media(grids=(grid,) * pictures, kind=shape.kind, size=(shape.height, shape.width))
+    media = Media(grids=(grid,) * pictures, kind=shape.kind, size=(height, width))
     tokens = count(media)
     # A size of (0, 0) is that of a square with margins: one of several images.
     size = size if alone or shape.kind == "video" else (0, 0)
@@ -305,7 +308,9 @@ def _pinpoint(cfg: AnyresPictures, height: int, width: int) -> tuple[int, int]:
 @pictures_of.register
 def _(cfg: AnyresPictures, fitted: Fitted, pixels_THWC: Pixels) -> Pixels:
     tile = (cfg.tile, cfg.tile)
-    height, width = pixels_THWC.shape[1:3]
+    height, width = fitted.media.size
+    if pixels_THWC.shape[1:3] != fitted.media.size:
+        pixels_THWC = _resized(pixels_THWC, fitted.media.size)
     if fitted.media.kind == "video":
         return _resized(pixels_THWC, tile)
     if fitted.size == (0, 0):
@@ -329,8 +334,11 @@ def _(cfg: AnyresPictures, fitted: Fitted, pixels_THWC: Pixels) -> Pixels:
 
 @shrunk.register
 def _(cfg: AnyresPictures, level: int) -> AnyresPictures | None:
-    # The model works out the tiles of an image from its own pinpoints, so only videos can be made smaller.
-    return attrs.evolve(cfg, frames=cfg.frames - level) if cfg.frames > level else None
+    most = cfg.max_pixels or max(height * width for height, width in cfg.pinpoints)
+    if cfg.frames < level and most * 0.75 ** (level - 1) <= cfg.tile**2:
+        return None
+    pixels = max(cfg.tile**2, int(most * 0.75**level))
+    return attrs.evolve(cfg, max_pixels=pixels, frames=max(cfg.frames - level, 1))
 
 
 @fit.register
