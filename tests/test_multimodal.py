@@ -34,7 +34,7 @@ from lf.data.config import (
     Weighted,
 )
 from lf.data.hf_tokenizer import Tokenizer
-from lf.data.media import Fitted, Shape, fit, patches_of
+from lf.data.media import Fitted, Shape, fit, patches_of, shrunk
 from lf.data.multimodal import ChatRows, cut
 from lf.data.source import DataCtx, open_data
 from lf.data.split import check_split
@@ -44,7 +44,7 @@ from lf.devices.cpu import cpu
 from lf.models.media import Media, MediaRules, media_rules, media_tokens
 from lf.models.spec import IGNORE, collate
 from lf.models.toy import Toy
-from lf.models.vlms.llava import llava_onevision_7b
+from lf.models.vlms.llava import llava_onevision_7b, llava_onevision_tiny
 from lf.models.vlms.qwen_vl import qwen3_vl_tiny
 from lf.plan.packing import plan_whole
 from lf.train import checkpoint
@@ -675,6 +675,23 @@ def test_images_are_made_smaller_until_the_sample_fits(tmp_path: Path) -> None:
     assert chats(tmp_path, long(tmp_path), seq_len=100, too_long="shrink", pictures=BIG).describe()["dropped"] == 1
 
 
+def test_an_image_of_onevision_shrinks_to_fewer_tiles() -> None:
+    points = tuple((16 * h, 16 * w) for h in range(1, 5) for w in range(1, 5))
+    projector = attrs.evolve(llava_onevision_tiny.projector, pinpoints=points)
+    count = functools.partial(media_tokens, attrs.evolve(llava_onevision_tiny, projector=projector))
+    cfg, shape = AnyresPictures(tile=16, patch=4, pinpoints=points, frames=3), Shape(height=90, width=50)
+    pixels = picture(90, 50)[None]
+    made, level = [fit(cfg, shape, count)], 1
+    while (smaller := shrunk(cfg, level)) is not None:
+        made.append(fit(smaller, shape, count))
+        level += 1
+    assert [each.tokens for each in made] == sorted((each.tokens for each in made), reverse=True)
+    assert {len(each.media.grids) for each in (made[0], made[-1])} == {9, 3}
+    for each in made:
+        assert len(patches_of(cfg, each, pixels)) == each.media.patches
+    assert len(fit(smaller or cfg, Shape(height=9, width=9, kind="video", frames=9, fps=1.0), count).frames) == 3
+
+
 @pytest.mark.parametrize("seq_len", [60, 100, 133, 134, 160, 180])
 def test_what_is_cut_off_is_never_a_part_of_an_image(tmp_path: Path, seq_len: int) -> None:
     rows = chats(tmp_path, long(tmp_path), seq_len=seq_len, too_long="cut", pictures=BIG)
@@ -871,6 +888,21 @@ def test_prepare_states_an_index_and_shows_samples(
     assert text.count("data:image/png;base64,") == 1
     assert main(["view-samples", str(file), "--samples", "99", "--json"]) == 1
     assert "go from 0 to" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    # Of a mixture, each part of chats.
+    mixed = f"""
+both = attrs.evolve(cfg, eval=lf.Eval(), data=lf.Mixture(parts=(
+    lf.Weighted(data=attrs.evolve(chats, part="all", held_out=0.0)),
+    lf.Weighted(data=lf.TextData(paths=({str(tmp_path / "t.txt")!r},), seq_len=48)),
+    lf.Weighted(data=attrs.evolve(chats, part="all", held_out=0.0, seq_len=48)),
+)))
+"""
+    (tmp_path / "t.txt").write_text("words " * 200)
+    file.write_text(file.read_text() + mixed)
+    assert main(["index", f"{file}:both", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]
+    assert {where: part["images"] for where, part in facts.items()} == {"parts[0]": 8, "parts[2]": 8}
+    assert main(["view-samples", f"{file}:both", "--out", str(page), "--samples", "0"]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/png;base64,") == 2
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path), "--data.part", "all"])
 
