@@ -33,7 +33,7 @@ from lf.data.config import (
     TrainedBpe,
     Weighted,
 )
-from lf.data.hf_tokenizer import Tokenizer
+from lf.data.hf_tokenizer import Tokenizer, read_tokenizer
 from lf.data.media import Fitted, Shape, fit, patches_of, shrunk
 from lf.data.multimodal import ChatRows, cut
 from lf.data.source import DataCtx, open_data
@@ -41,6 +41,7 @@ from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.data.video import write_video
 from lf.devices.cpu import cpu
+from lf.models.generate import Sampling, generate
 from lf.models.media import Media, MediaRules, media_rules, media_tokens
 from lf.models.spec import IGNORE, collate
 from lf.models.toy import Toy
@@ -48,8 +49,10 @@ from lf.models.vlms.llava import llava_onevision_7b, llava_onevision_tiny
 from lf.models.vlms.qwen_vl import qwen3_vl_tiny
 from lf.plan.packing import plan_whole
 from lf.train import checkpoint
+from lf.train.chats import ask
 from lf.train.loop import train
 from lf.train.run import open_job
+from lf.train.start import load_model, local_context, open_saved
 from tests.robot_tools import EPS, watch_ghostscript
 from tests.workers import Workers
 
@@ -851,21 +854,49 @@ cfg = lf.Run(
 """
 
 
-def go(file: Path, folder: Path) -> list[str]:
-    """Trains on this rank; returns the lines."""
+def go(file: Path, folder: Path, images: list[Path]) -> tuple[list[str], list[str]]:
+    """Trains on this rank; returns the lines, and what the run and its export answer about images."""
     os.environ["XDG_CACHE_HOME"] = str(file.parent)
     lines: list[str] = []
     train(open_job(load(file), folder, (), cpu, checkpoint.distributed(), lines.append))
-    return lines
+    said = [answer(folder, read_tokenizer(folder / "tokenizer"), image) for image in images]
+    return lines, [*said, answer(folder / "hf", read_tokenizer(folder / "hf"), images[0])]
+
+
+def answer(folder: Path, own: Tokenizer, image: Path) -> str:
+    start = open_saved(folder)
+    asked = ask(folder, start, own, "colour?", [image], [])
+    model = load_model(start, local_context(start.model, cpu))
+    pictures = {"media": asked.media, "patches": asked.patches}
+    ids = generate(start.model, model, asked.tokens, Sampling(), eos=asked.end, device="cpu", pictures=pictures)
+    return own.decode(list(ids))
 
 
 def test_a_tiny_model_learns_the_colour_of_a_square(workers: Workers, tmp_path: Path) -> None:
     file = tmp_path / "cfg.py"
     file.write_text(CONFIG.format(path=str(squares(tmp_path, 96)), special=SPECIAL), encoding="utf-8")
-    (lines,) = workers.run(1, go, file, tmp_path / "run")
+    images = [tmp_path / f"{at}.png" for at in range(8)]
+    ((lines, answers),) = workers.run(1, go, file, tmp_path / "run", images)
     losses = [float(line.split()[-1]) for line in lines if "held-out loss" in line]
     # Half of what is learnt is the token that ends an answer; guessing costs ln 4 / 2 = 0.69 of a token.
     assert losses[-1] < 0.3, lines
+    right = [name == said for name, said in zip([*COLOURS, *COLOURS], answers[:8], strict=True)]
+    assert sum(right) >= 6, answers
+    assert answers[8] == answers[0]
+    _check_export(tmp_path / "run/hf", images[0])
+
+
+def _check_export(folder: Path, image: Path) -> None:
+    """transformers' own classes make of an export what lf trained on."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    made = AutoImageProcessor.from_pretrained(folder)(images=[Image.open(image)], return_tensors="np")
+    asked = ask(folder, open_saved(folder), read_tokenizer(folder), "colour?", [image], [])
+    assert np.abs(made["pixel_values"] - asked.patches).max() * 127.5 < 1.1
+    own = AutoTokenizer.from_pretrained(folder)
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "colour?"}]}]
+    text = own.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    assert own(text.replace(own.image_token, own.image_token * 6))["input_ids"] == asked.tokens
 
 
 def test_prepare_states_an_index_and_shows_samples(
