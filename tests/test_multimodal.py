@@ -689,7 +689,7 @@ def test_an_image_of_onevision_shrinks_to_fewer_tiles() -> None:
         made.append(fit(smaller, shape, count))
         level += 1
     assert [each.tokens for each in made] == sorted((each.tokens for each in made), reverse=True)
-    assert {len(each.media.grids) for each in (made[0], made[-1])} == {9, 3}
+    assert [len(each.media.grids) for each in (made[0], made[-1])] == [13, 3]
     for each in made:
         assert len(patches_of(cfg, each, pixels)) == each.media.patches
     assert len(fit(smaller or cfg, Shape(height=9, width=9, kind="video", frames=9, fps=1.0), count).frames) == 3
