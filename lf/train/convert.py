@@ -12,7 +12,6 @@ An export has a `report.json` of the same form beside its weights.
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,23 +21,22 @@ from torch import Tensor
 
 from lf.config import from_json, load_classes, load_function, to_json
 from lf.data.acting import ActingFacts
-from lf.data.hf_tokenizer import FILES, Tokenizer, read_tokenizer
+from lf.data.hf_tokenizer import FILES, read_tokenizer
+from lf.data.processor_files import FILES as PROCESSORS
 from lf.models import hf, weights
 from lf.models.hf_folder import HfFolder, few, open_folder
 from lf.models.hf_save import new_folder, store_source
 from lf.models.layouts import fitted, fitted_to
 from lf.models.lora import merged
-from lf.models.media import takes_media
 from lf.models.spec import weight_map
 from lf.models.weights import WeightMap
-from lf.train.chats import chat_files, saved_data
 from lf.train.checkpoint import CheckpointError, Skipped, save
 from lf.train.config import Precision
 from lf.train.folder import SOURCE, TOKENIZER, write_files
 from lf.train.names import EMA, WEIGHT, base_shapes, key, weight_shapes
 from lf.train.reader import Reader
 from lf.train.shards import Piece
-from lf.train.start import Start, acting_files, export, from_checkpoint, newest, stated_shapes
+from lf.train.start import acting_files, export, from_checkpoint, newest, stated_shapes
 
 REPORT = "report.json"
 """File of a converted folder that accounts for every tensor."""
@@ -115,28 +113,18 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     kept = src / TOKENIZER
-    files = {name: (kept / name).read_bytes() for name in FILES if (kept / name).is_file()}
-    tokenizer = read_tokenizer(kept) if files else None
-    eos = tokenizer.eos if tokenizer is not None and start.source is None else None
+    files = {name: (kept / name).read_bytes() for name in (*FILES, *PROCESSORS) if (kept / name).is_file()}
+    eos = read_tokenizer(kept).eos if files and start.source is None else None
     adapted = len(shapes) > len(base_shapes(shapes))
     whole = merged(get, shapes, reader.fact("lora_scale", float)) if adapted else get
     text = reader.meta.get("acting")
     facts = from_json(text, source=str(reader.path), kind=ActingFacts) if isinstance(text, str) else None
-    beside = {
-        **files,
-        **_chat_files(reader, start, tokenizer),
-        **acting_files(start.model, start.source, facts),
-    }
+    beside = {**files, **acting_files(start.model, start.source, facts)}
     export(start.model, whole, dst, source=start.source, files=beside, eos=eos, write=True)
     made = open_folder(dst)
     rows = weights.report(fitted(table, made.names), made)
     write_files(dst, {REPORT: _json(rows)})
     return Converted(read=reader.path, rows=rows, skipped=skipped)
-
-
-def _chat_files(reader: Reader, start: Start, tokenizer: Tokenizer | None) -> Mapping[str, bytes]:
-    data = saved_data(reader) if takes_media(start.model) else None
-    return {} if data is None else chat_files(start.model, start.source, data, tokenizer)
 
 
 def _trained_dtype(reader: Reader) -> torch.dtype | None:
