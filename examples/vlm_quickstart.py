@@ -35,7 +35,7 @@ from lf.models.vlms.qwen_vl import Qwen3Vl
 
 OUT = Path("runs/vlm_quickstart")
 TRAIN, HELD_OUT = "data/train.jsonl", "data/held_out.jsonl"
-SIDE, CELL = 64, 21
+SIDE, CELL = 48, 16
 NUMBERS = ("zero", "one", "two", "three")
 COLOURS = {
     "red": (215, 45, 40),
@@ -77,13 +77,14 @@ def mask(shape: str, y: float, x: float, radius: float) -> NDArray[np.bool_]:
 
 
 def scene(number: int) -> Scene:
-    """Returns the scene of a number: four to six things in nine places.
+    """Returns the scene of a number: one to five things in nine places.
 
     All answers of a kind are as likely: of one colour there are none to three, one shape is there once, and so is the
     pair of colour and shape whose place is asked for.
     """
     rng = np.random.default_rng(number)
-    things, counted = int(rng.integers(4, 7)), int(rng.integers(len(NUMBERS)))
+    counted = int(rng.integers(len(NUMBERS)))
+    things = max(counted, 1) + int(rng.integers(3))
     colour, *others = rng.permutation(list(COLOURS)).tolist()
     single, *more = rng.permutation(SHAPES).tolist()
     colours = rng.permutation([colour] * counted + rng.choice(others, things - counted).tolist()).tolist()
@@ -91,9 +92,9 @@ def scene(number: int) -> Scene:
     cells = rng.permutation(len(PLACES))[:things].tolist()
     pixels = np.full((SIDE, SIDE, 3), rng.integers(10, 50), np.uint8)
     for cell, name, shape in zip(cells, colours, shapes, strict=True):
-        y, x = (CELL * (at + 0.5) + rng.uniform(-2, 2) for at in divmod(cell, 3))
+        y, x = (CELL * (at + 0.5) + rng.uniform(-1, 1) for at in divmod(cell, 3))
         paint = np.array(COLOURS[name]) + rng.integers(-15, 16, 3)
-        pixels[mask(shape, y, x, rng.uniform(7, 9))] = paint
+        pixels[mask(shape, y, x, rng.uniform(5, 7))] = paint
     pairs = list(zip(colours, shapes, strict=True))
     found = int(rng.choice([at for at, pair in enumerate(pairs) if pairs.count(pair) == 1]))
     return Scene(
@@ -227,7 +228,7 @@ HELD = attrs.evolve(CHATS, paths=(str(OUT / HELD_OUT),), seq_len=56)
 
 cfg = lf.Run(
     model=Qwen3Vl(
-        vision=Qwen3Vision(width=96, depth=4, mlp=256, heads=4, patch=8, side=8, levels=(1, 2)),
+        vision=Qwen3Vision(width=96, depth=4, mlp=256, heads=4, patch=8, side=6, levels=(1, 2)),
         text=Qwen3(
             vocab=400,
             hidden=128,

@@ -266,36 +266,38 @@ class Step:
     """Share of the step that ranks wait, for other replicas too, on average."""
 
 
-def replayed(decode: Sequence[Sequence[float]], encode: Any, costs: Costs, stages: int, where: Where) -> Step:
+def replayed(
+    decode: Sequence[Sequence[float]],
+    encode: Sequence[Sequence[Sequence[float]]],
+    costs: Costs,
+    where: Where,
+    stages: int,
+) -> Step:
     """Returns the replay of a step; sending takes no time.
 
-    `decode` [replica][micro-batch] has seconds of packs, `encode` [replica][micro-batch] lists of those of images.
+    `decode` [replica][micro-batch] has the seconds of packs, `encode` [replica][micro-batch] those of each image.
     """
+    texts, towers = sum(map(sum, decode)), sum(sum(map(sum, replica)) for replica in encode)
+    first = 1.0 / stages
+    if where == "evened" and stages > 1:
+        first = max(0.0, (texts + towers) / stages - towers) / texts
     spans, busy = [], []
-    images = [[sum(own) for own in replica] for replica in encode]
-    total, mean = sum(map(sum, images)), sum(map(sum, decode)) / stages
-    for packs, own, single in zip(decode, images, encode, strict=True):
-        share = [1.0 / stages] * stages
-        if where == "evened" and stages > 1:
-            first = max(0.0, (mean * stages + total) / stages - total) / (mean * stages)
-            share = [first, *[(1.0 - first) / (stages - 1)] * (stages - 1)]
+    for packs, images in zip(decode, encode, strict=True):
 
-        def length(stage: int, each: Pass, packs: Any = packs, own: Any = own, share: Any = share) -> float:
+        def length(stage: int, each: Pass, packs: Any = packs, images: Any = images) -> float:
             ahead, _, micro = each
             text, tower = (part if ahead else 1.0 - part for part in costs.forward)
-            inside = own[micro] * tower if stage == 0 and where != "apart" else 0.0
-            return packs[micro] * share[stage] * text + inside
+            share = first if stage == 0 else (1.0 - first) / (stages - 1)
+            return packs[micro] * share * text + sum(images[micro]) * tower * (stage == 0 and where != "apart")
 
-        apart = 0.0
-        if where == "apart":
-            items = [Item(cost=cost) for micro in single for cost in micro]
-            apart = evenness(items, spread(items, stages), stages).makespan
+        items = [Item(cost=cost) for micro in images for cost in micro] if where == "apart" else []
+        apart = evenness(items, spread(items, stages), stages).makespan
         spans.append(apart + replay(stages, 1, len(packs), length))
-        busy.append((sum(packs) + sum(own)) / stages)
-    longest = max(spans)
-    waits = [1.0 - done / span for done, span in zip(busy, spans, strict=True)]
+        busy.append((sum(packs) + sum(map(sum, images))) / stages)
     return Step(
-        seconds=longest, bubble=statistics.mean(waits), idle=1.0 - sum(busy) / (len(spans) * longest) if longest else 0.0
+        seconds=max(spans),
+        bubble=statistics.mean(1.0 - done / span for done, span in zip(busy, spans, strict=True)),
+        idle=1.0 - statistics.mean(busy) / max(spans),
     )
 
 
@@ -338,7 +340,7 @@ def replay_steps(args: VlmBench, costs: Costs) -> dict[tuple[Where, bool], Step]
             ways = dealt(placed(costs, cfg, packs, args, even=even), packs, args)
             decode = [[pack_cost(costs, cfg, pack, args.length) for pack in replica] for replica in ways]
             encode = [[image_costs(costs, cfg, pack) for pack in replica] for replica in ways]
-            found[where, even].append(replayed(decode, encode, costs, args.stages, where))
+            found[where, even].append(replayed(decode, encode, costs, where, args.stages))
     return {
         case: Step(**{name: statistics.mean(getattr(one, name) for one in steps) for name in attrs.asdict(steps[0])})
         for case, steps in found.items()
