@@ -61,6 +61,8 @@ class Scene:
     """The picture [SIDE, SIDE, 3]."""
     asked: dict[str, tuple[str, str]]
     """A question and its answer by kind."""
+    listed: tuple[str, str]
+    """A request to list everything, and the list."""
 
 
 def mask(shape: str, y: float, x: float, radius: float) -> NDArray[np.bool_]:
@@ -96,6 +98,7 @@ def scene(number: int) -> Scene:
         paint = np.array(COLOURS[name]) + rng.integers(-15, 16, 3)
         pixels[mask(shape, y, x, rng.uniform(5, 7))] = paint
     pairs = list(zip(colours, shapes, strict=True))
+    listed = sorted((cell, f"{PLACES[cell]} {name} {shape}") for cell, (name, shape) in zip(cells, pairs, strict=True))
     found = int(rng.choice([at for at, pair in enumerate(pairs) if pairs.count(pair) == 1]))
     return Scene(
         pixels=pixels,
@@ -104,6 +107,7 @@ def scene(number: int) -> Scene:
             "colour": (f"What colour is the {single}?", colours[0]),
             "position": (f"Where is the {colours[found]} {shapes[found]}?", PLACES[cells[found]]),
         },
+        listed=("What is there?", ", ".join(thing for _, thing in listed)),
     )
 
 
@@ -118,7 +122,11 @@ def sample(picture: str, asked: Sequence[tuple[str, tuple[str, str]]]) -> str:
 
 
 def write_scenes(out: Path, train: int, held_out: int) -> None:
-    """Writes scenes as chats, unless they are there: all questions in one, in any order, or held out a chat each."""
+    """Writes scenes as chats, unless they are there.
+
+    One that is trained on is a chat of all questions, in any order, with everything listed at the end, which tells most
+    of a picture. One that is held out is a chat for each question.
+    """
     from PIL import Image
 
     if (out / HELD_OUT).is_file():
@@ -131,7 +139,7 @@ def write_scenes(out: Path, train: int, held_out: int) -> None:
         asked = list(made.asked.items())
         if number < FIRST:
             order = np.random.default_rng((number, 1)).permutation(len(asked))
-            lines[TRAIN].append(sample(picture, [asked[at] for at in order]))
+            lines[TRAIN].append(sample(picture, [*(asked[at] for at in order), ("list", made.listed)]))
         else:
             lines[HELD_OUT] += [sample(picture, [each]) for each in asked]
     for name, text in lines.items():
