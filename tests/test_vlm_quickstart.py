@@ -74,7 +74,9 @@ def test_smoke_runs_to_its_end_and_tells_right_answers_from_wrong_ones(
     for name, found in looked:
         assert [answer.right for answer in found] == [name == "right"] * 9
         assert [answer.given for answer in found] == [answer.true if name == "right" else "" for answer in found]
-    asked = {(f"pictures/{own.FIRST + i}.png", *pair) for i in range(3) for pair in own.scene(own.FIRST + i).asked.values()}
+    asked = {
+        (f"pictures/{own.FIRST + i}.png", *pair) for i in range(3) for pair in own.scene(own.FIRST + i).asked.values()
+    }
     assert {(answer.picture, answer.question, answer.true) for answer in before} == asked
     assert len(after) == 9
     told = capsys.readouterr().out

@@ -53,7 +53,7 @@ class VlmBench:
 
     length: int = 512
     """Tokens of a row."""
-    rows: int = 4
+    rows: int = 2
     """Rows of a step beside transformers."""
     hidden: int = 384
     """Width of the decoder, a multiple of 24; the tower has two thirds of it."""
