@@ -81,8 +81,8 @@ def mask(shape: str, y: float, x: float, radius: float) -> NDArray[np.bool_]:
 def scene(number: int) -> Scene:
     """Returns the scene of a number: one to five things in nine places.
 
-    All answers of a kind are as likely: of one colour there are none to three, one shape is there once, and so is the
-    pair of colour and shape whose place is asked for.
+    All answers of a kind are as likely: of one colour there are none to three, and the shapes whose colour and place are
+    asked for are there once.
     """
     rng = np.random.default_rng(number)
     counted = int(rng.integers(len(NUMBERS)))
@@ -99,13 +99,13 @@ def scene(number: int) -> Scene:
         pixels[mask(shape, y, x, rng.uniform(5, 7))] = paint
     pairs = list(zip(colours, shapes, strict=True))
     listed = sorted((cell, f"{PLACES[cell]} {name} {shape}") for cell, (name, shape) in zip(cells, pairs, strict=True))
-    found = int(rng.choice([at for at, pair in enumerate(pairs) if pairs.count(pair) == 1]))
+    found = int(rng.choice([at for at, shape in enumerate(shapes) if shapes.count(shape) == 1]))
     return Scene(
         pixels=pixels,
         asked={
             "count": (f"How many {colour} shapes are there?", NUMBERS[counted]),
             "colour": (f"What colour is the {single}?", colours[0]),
-            "position": (f"Where is the {colours[found]} {shapes[found]}?", PLACES[cells[found]]),
+            "position": (f"Where is the {shapes[found]}?", PLACES[cells[found]]),
         },
         listed=("List everything.", ", ".join(thing for _, thing in listed)),
     )
@@ -242,9 +242,9 @@ cfg = lf.Run(
             vocab=400,
             hidden=96,
             layers=3,
-            attention=Attention(heads=4, kv_heads=2, head_dim=24, qk_norm=True),
+            attention=Attention(heads=4, kv_heads=2, head_dim=32, qk_norm=True),
             mlp=Mlp(width=256),
-            rope=Rope(theta=1e4, sections=(4, 4, 4), interleaved=True),
+            rope=Rope(theta=1e4, sections=(6, 5, 5), interleaved=True),
             tied=True,
             # Near the inverse root of the width: with the 0.02 of large models it learns half as fast.
             init_std=0.08,

@@ -1,4 +1,4 @@
-"""The example of scenes: answers are what is drawn, right ones are told from wrong ones, and `smoke` runs to its end."""
+"""The example of scenes: answers are what is drawn, right is told from wrong, and `smoke` runs to its end."""
 
 import json
 from collections import Counter
@@ -38,9 +38,12 @@ def test_answers_are_what_is_drawn_and_none_is_likelier() -> None:
         there = drawn(scene.pixels, own.COLOURS)
         question, answer = scene.asked["count"]
         assert there.count(question.split()[2]) == own.NUMBERS.index(answer)
-        question, answer = scene.asked["position"]
-        assert there[own.PLACES.index(answer)] == question.split()[3]
-        assert scene.asked["colour"][1] in there
+        things = dict(zip(own.PLACES, there, strict=True))
+        listed = [thing.rsplit(" ", 2) for thing in scene.listed[1].split(", ")]
+        assert [(place, colour) for place, colour, _ in listed] == [each for each in things.items() if each[1]]
+        for kind, column in (("colour", 1), ("position", 0)):
+            question, answer = scene.asked[kind]
+            assert [thing[column] for thing in listed if thing[2] == question.split()[-1][:-1]] == [answer]
     for kind, chance in own.CHANCE.items():
         counts = Counter(scene.asked[kind][1] for scene in made)
         assert len(counts) == round(1 / chance)
