@@ -81,8 +81,8 @@ def mask(shape: str, y: float, x: float, radius: float) -> NDArray[np.bool_]:
 def scene(number: int) -> Scene:
     """Returns the scene of a number: one to five things in nine places.
 
-    All answers of a kind are as likely: of one colour there are none to three, and the shapes whose colour and place are
-    asked for are there once.
+    All answers of a kind are as likely: of one colour there are none to three things, and the shapes whose colour and
+    place are asked for are there once.
     """
     rng = np.random.default_rng(number)
     counted = int(rng.integers(len(NUMBERS)))
@@ -93,12 +93,11 @@ def scene(number: int) -> Scene:
     shapes = [single, *rng.choice(more, things - 1).tolist()]
     cells = rng.permutation(len(PLACES))[:things].tolist()
     pixels = np.full((SIDE, SIDE, 3), rng.integers(10, 50), np.uint8)
-    for cell, name, shape in zip(cells, colours, shapes, strict=True):
+    drawn = list(zip(cells, colours, shapes, strict=True))
+    for cell, name, shape in drawn:
         y, x = (CELL * (at + 0.5) + rng.uniform(-1, 1) for at in divmod(cell, 3))
         paint = np.array(COLOURS[name]) + rng.integers(-15, 16, 3)
         pixels[mask(shape, y, x, rng.uniform(5, 7))] = paint
-    pairs = list(zip(colours, shapes, strict=True))
-    listed = sorted((cell, f"{PLACES[cell]} {name} {shape}") for cell, (name, shape) in zip(cells, pairs, strict=True))
     found = int(rng.choice([at for at, shape in enumerate(shapes) if shapes.count(shape) == 1]))
     return Scene(
         pixels=pixels,
@@ -107,7 +106,7 @@ def scene(number: int) -> Scene:
             "colour": (f"What colour is the {single}?", colours[0]),
             "position": (f"Where is the {shapes[found]}?", PLACES[cells[found]]),
         },
-        listed=("List everything.", ", ".join(thing for _, thing in listed)),
+        listed=("List everything.", ", ".join(f"{PLACES[at]} {name} {shape}" for at, name, shape in sorted(drawn))),
     )
 
 

@@ -20,6 +20,7 @@ from lf.models.llm.qwen import Qwen2
 from lf.models.media import Media, media_tokens
 from lf.models.spec import IGNORE, Batch, Layout, collate, forward, loss_terms, slice_batch
 from lf.models.vision.qwen_vit import Qwen25Vision
+from lf.models.vision.tower import tower_of
 from lf.models.vlms.qwen_vl import PROJECTOR2_5, Qwen25Vl
 from lf.models.work import media_work, pack_work
 from lf.plan.balance import Caps, Item, Spread, by_turns, evenness, spread
@@ -156,7 +157,7 @@ def row_of(cfg: Qwen25Vl, pack: Pack, length: int, seed: int) -> dict[str, Any]:
         labels[at - 1] = IGNORE
     labels[at:] = IGNORE
     media_all = tuple(media for sample in pack for media in sample.media)
-    patches = rng.standard_normal((sum(media.patches for media in media_all), cfg.vision.numbers), np.float32)
+    patches = rng.standard_normal((sum(media.patches for media in media_all), tower_of(cfg.vision).numbers), np.float32)
     return {
         "tokens": tokens[:-1],
         "labels": labels,
@@ -250,7 +251,7 @@ def _timed(call: Callable[[], torch.Tensor]) -> tuple[float, float]:
     start = time.process_time()
     loss = call()
     middle = time.process_time()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return middle - start, time.process_time() - middle
 
 
