@@ -1,5 +1,6 @@
 """The example of scenes: answers are what is drawn, right is told from wrong, and `smoke` runs to its end."""
 
+import contextlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import lf
 from lf import config
 from lf.models import hf
+from lf.train import comm
 
 EXAMPLE = Path(__file__).parents[1] / "examples/vlm_quickstart.py"
 
@@ -53,8 +55,9 @@ def test_answers_are_what_is_drawn_and_none_is_likelier() -> None:
 
 
 def test_smoke_runs_to_its_end_and_tells_right_answers_from_wrong_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(comm, "process_group", lambda device: contextlib.nullcontext(comm.distributed()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     own, out, looked = example(), tmp_path / "out", []
     answers = own.answers
