@@ -266,10 +266,14 @@ def _rows(
 
 
 def chat_texts(cfg: ChatData, files: Sequence[TextFile]) -> Iterator[str]:
-    """Yields what is said in the samples on the side of the split that `cfg.part` names."""
+    """Yields who says what in the samples on the side of the split that `cfg.part` names.
+
+    Templates write the role into each message, so a tokenizer that learns from these texts should know the word.
+    """
     for sample in read_samples(files, cfg.media_root):
         if cfg.part == "all" or on_side(np.array([sample.hash], np.uint64), cfg)[0]:
             for message in sample.messages:
+                yield message.role
                 yield from (item.text for item in message.items if item.text)
 
 
