@@ -246,7 +246,7 @@ def test_a_rank_has_the_places_of_every_rank_of_the_first_stage() -> None:
     layout = Layout(tp=2, sp=True, cp=2, pp=2)
     for rank in range(8):
         at = place(layout, rank)
-        made = slice_batch(cfg, batch, attrs.evolve(at, apart=True))
+        made = slice_batch(cfg, batch, attrs.evolve(at, apart=1))
         assert made.keys() & set(MEDIA) == {"patches", "media"}
         for number, (slots, taken) in enumerate(made["places"]):
             own = slice_batch(cfg, batch, attrs.evolve(place(layout, number), pp_rank=0))
@@ -257,7 +257,7 @@ def test_a_rank_has_the_places_of_every_rank_of_the_first_stage() -> None:
 @pytest.mark.parametrize(
     ("parallel", "world", "said"),
     [
-        (H(vision=P(tp=2)), 2, "parallel.vision.tp = 2: a tower is whole on every rank"),
+        (H(vision=P(tp=2)), 2, "parallel.vision.tp = 2 does not divide the parallel.text.tp * cp * pp = 1 * 1 * 1 = 1"),
         (H(vision=P(pp=2)), 2, "parallel.vision.pp = 2"),
         (H(vision=P(recompute="selective")), 1, "set full or none"),
         (H(text=P(micro_batch=2)), 1, "rows of a micro-batch are parallel.micro_batch; set that"),
@@ -277,4 +277,4 @@ def test_a_model_without_images_is_refused() -> None:
 def test_the_config_reads_back_equal() -> None:
     run = run_of(MODELS["levels"], parallel=H(micro_batch=2, text=P(tp=2, pp=2), vision=P(recompute="full")))
     assert config.from_json(config.to_json(run)) == run
-    assert resolve(run.parallel, 8) == Layout(dp=2, tp=2, sp=True, pp=2, apart=True)
+    assert resolve(run.parallel, 8) == Layout(dp=2, tp=2, sp=True, pp=2, apart=1)

@@ -6,6 +6,7 @@ image takes, the decoder layers that get features of inner layers, and the rule 
 Shapes: B rows of a micro-batch, S positions of a row, N patches, F numbers of a patch, M media tokens.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,17 @@ def _(cfg: Vlm, data: Mapping[str, int]) -> None:
 
 @spec.check_layout.register
 def _(cfg: Vlm, layout: spec.Layout, length: int) -> None:
+    """Where images are encoded apart, the decoder's layout is `parallel.text`."""
+    _check_shares(cfg, layout.apart)
+    try:
+        _check_text(cfg, layout, length)
+    except ValueError as error:
+        if not layout.apart:
+            raise
+        raise ValueError(str(error).replace("parallel.", "parallel.text.")) from error
+
+
+def _check_text(cfg: Vlm, layout: spec.Layout, length: int) -> None:
     try:
         spec.check_layout(cfg.text, layout, length)
     except ValueError as error:
@@ -108,6 +120,17 @@ def _(cfg: Vlm, layout: spec.Layout, length: int) -> None:
             f"pipeline chunks has {first}; set parallel.stages so that it has at least {levels}, or lower parallel.pp "
             "or vpp"
         )
+
+
+def _check_shares(cfg: Vlm, ranks: int) -> None:
+    inner = cfg.projector.width or cfg.vision.width * cfg.projector.merge**2
+    sizes = {"vision.heads": cfg.vision.heads, "vision.mlp": cfg.vision.mlp, "projector.width": inner}
+    for name, size in sizes.items():
+        if ranks and size % ranks:
+            raise ValueError(
+                f"parallel.vision.tp = {ranks} does not divide model.{name} = {size}; set it to a divisor of "
+                f"{math.gcd(*sizes.values())}"
+            )
 
 
 @spec.slice_batch.register

@@ -182,7 +182,8 @@ def train(job: Job) -> Ended:
         contextlib.closing(job.progress),
         _signals() as signals,
         profile_window(run.profile, job.folder, rank=job.comm.rank) as begin,
-        prefetch(make, range(job.engine.state.step + 1, run.steps + 1)) as feed,
+        prefetch(make, range(job.engine.state.step + 1, run.steps + 1)) as read,
+        _ahead(job, read) as feed,
         own_group(job.comm) if run.save.background else contextlib.nullcontext(job.comm) as comm,
         Background() as saving,
     ):
@@ -193,6 +194,16 @@ def train(job: Job) -> Ended:
         else:
             job.export(ended.state, HF)
         return ended
+
+
+def _ahead(
+    job: Job, feed: Iterator[Fetched[list[Batch]]]
+) -> contextlib.AbstractContextManager[Iterator[Fetched[list[Batch]]]]:
+    """Gives the steps of a feed with what the engine does ahead, of one step beside the one that runs."""
+    ahead, steps = job.engine.ahead, range(job.engine.state.step + 1, job.run.steps + 1)
+    if ahead is None:
+        return contextlib.nullcontext(feed)
+    return prefetch(lambda step: ahead(next(feed).value), steps, depth=1)
 
 
 def _steps(job: Job, feed: Iterator[Fetched[list[Batch]]], begin: Callable[[int], None], aside: _Aside) -> Ended:
