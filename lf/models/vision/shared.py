@@ -78,11 +78,11 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _Summed.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Summed.apply(grad, ctx.group), None
 
 
 def summed(x: Tensor, share: Share) -> Tensor:
     """Returns the sum over the ranks, each of which has a gradient of its own of it."""
-    total: Tensor = _Summed.apply(x, share.group)  # type: ignore[no-untyped-call]
+    total: Tensor = _Summed.apply(x, share.group)
     return total
