@@ -98,9 +98,10 @@ def _freeze(models: list[nn.Module], optim: OptimConfig, ctx: Ctx) -> None:
         freeze(pairs, optim)
     idle = any(not any(param.requires_grad for _, param in pairs) for pairs in own)
     if stages := sorted(over_ranks({str(ctx.layout.pp_rank): True} if idle else {})):
+        at = "parallel.text" if ctx.layout.apart else "parallel"
         raise ValueError(
             f"optim.freeze = {optim.freeze} leaves nothing to train on pipeline stage {', '.join(stages)}; lower "
-            "parallel.pp or vpp, or narrow it"
+            f"{at}.pp or vpp, or narrow it"
         )
 
 
