@@ -318,7 +318,7 @@ def test_weights_stay_the_same_on_all_ranks_and_features_are_few(workers: Worker
     assert found[0][1][:3] == [text.pp] * 3
 
 
-def taken(engine: Any, steps: list[list[Any]], *, ahead: bool) -> tuple[Any, list[float]]:
+def taken(engine: Any, steps: list[list[Any]], held: list[Any], *, ahead: bool) -> tuple[Any, list[float]]:
     """Returns the last state and each step's loss, norm and held-out loss, images of the next step encoded or not."""
     from lf.data.loader import prefetch
 
@@ -326,7 +326,7 @@ def taken(engine: Any, steps: list[list[Any]], *, ahead: bool) -> tuple[Any, lis
     with prefetch(lambda at: engine.ahead(steps[at]) if ahead else steps[at], range(len(steps)), depth=1) as feed:
         for item in feed:
             state, metrics = engine.step(state, item.value)
-            numbers += [metrics.loss, metrics.grad_norm, engine.evaluate(state, [steps[-1]])["loss"]]
+            numbers += [metrics.loss, metrics.grad_norm, engine.evaluate(state, [held])["loss"]]
     return state, numbers
 
 
@@ -342,14 +342,14 @@ def with_and_without_ahead(parallel: Any, frozen: tuple[str, ...], folder: str) 
     run = run_of(cfg, optim=lf.AdamW(lr=1e-2, eps=1e-3, freeze=frozen), parallel=parallel)
     engine, ctx = megatron(run)
     steps = [micro_batches(cfg, parallel, ctx.layout, rows=rows) for rows in (2, 1, 3, 2)]
-    state, numbers = taken(engine, steps[:2], ahead=True)
+    state, numbers = taken(engine, steps[:2], steps[0], ahead=True)
     checkpoint.save(Path(folder), state.step, engine.pieces(state), {}, comm=distributed())
     other, _ = megatron(attrs.evolve(run, seed=5))
     reader = checkpoint.open_latest(Path(folder), comm=distributed()).reader
     assert reader is not None
     other.restore(other.state, reader)
-    numbers += taken(attrs.evolve(other, state=attrs.evolve(other.state, step=2)), steps[2:], ahead=True)[1]
-    return [numbers, taken(megatron(run)[0], steps, ahead=False)[1]]
+    numbers += taken(attrs.evolve(other, state=attrs.evolve(other.state, step=2)), steps[2:], steps[0], ahead=True)[1]
+    return [numbers, taken(megatron(run)[0], steps, steps[0], ahead=False)[1]]
 
 
 @pytest.mark.parametrize(
