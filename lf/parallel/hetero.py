@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lf.models.shared import Share
 from lf.models.spec import Layout
-from lf.models.vision.shared import Share
 from lf.parallel.groups import place
 
 Ways = tuple[Any, Any]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf.models.media import Media, build_encoder, media_flops, media_tokens
+from lf.models.shared import set_share
 from lf.models.spec import Batch, Ctx, ModelConfig
-from lf.models.vision.shared import set_share
 from lf.parallel.hetero import Replica, replica
 from lf.plan.encode import Images, StepPlan, shares, step_plan
 from lf.plan.pipeline import most_held

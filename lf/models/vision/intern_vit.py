@@ -15,7 +15,7 @@ from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from lf.models.media import Grid
-from lf.models.vision.shared import SharedModule, summed
+from lf.models.shared import SharedModule, summed
 from lf.models.vision.tower import (
     Rms,
     Tower,

@@ -14,7 +14,7 @@ from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from lf.models.media import Grid, Media
-from lf.models.vision.shared import SharedModule
+from lf.models.shared import SharedModule
 from lf.models.vision.tower import Rms, Tower, block_order
 
 

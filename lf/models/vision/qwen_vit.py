@@ -16,7 +16,7 @@ from attrs.validators import ge
 from torch import Tensor, nn
 
 from lf.models.media import Grid
-from lf.models.vision.shared import SharedModule
+from lf.models.shared import SharedModule
 from lf.models.vision.tower import (
     Rms,
     Tower,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lf.models.media import Grid
 from lf.models.ranges import above, least
-from lf.models.vision.shared import SharedModule
+from lf.models.shared import SharedModule
 from lf.models.vision.tower import (
     Tower,
     TowerModule,
