@@ -184,7 +184,7 @@ def shared_and_alone(name: str) -> list[float]:
 
     Each rank begins the backward with a part of the gradient.
     """
-    from lf.models.shared import Share, set_share
+    from lf.models.layers.shared import Share, set_share
     from lf.models.spec import Ctx
     from lf.models.vlm_model import encoder_of
 

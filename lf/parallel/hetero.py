@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lf.models.shared import Share
+from lf.models.layers.shared import Share
 from lf.models.spec import Layout
 from lf.parallel.groups import place
 

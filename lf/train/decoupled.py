@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lf.models.layers.shared import set_share
 from lf.models.media import Media, build_encoder, media_flops, media_tokens
-from lf.models.shared import set_share
 from lf.models.spec import Batch, Ctx, ModelConfig
 from lf.parallel.hetero import Replica, replica
 from lf.plan.encode import Images, StepPlan, shares, step_plan

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from attrs.validators import ge
 from torch import Tensor, nn
 
+from lf.models.layers.shared import SharedModule
 from lf.models.media import Grid
-from lf.models.shared import SharedModule
 from lf.models.vision.tower import (
     Tower,
     TowerModule,

@@ -9,9 +9,9 @@ import attrs
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lf.models.layers.shared import SharedModule
 from lf.models.media import Grid
 from lf.models.ranges import above, least
-from lf.models.shared import SharedModule
 from lf.models.vision.tower import (
     Tower,
     TowerModule,

@@ -1,4 +1,4 @@
-"""Parts of models, as towers and projectors, whose matrices several ranks share (Megatron-LM, arXiv:1909.08053, section 3).
+"""Parts of towers and projectors whose matrices several ranks share (Megatron-LM, arXiv:1909.08053, section 3).
 
 Each rank has all weights and computes with its own heads and its own part of the inner width. Inputs and outputs of
 attention and MLPs are whole on every rank; the outputs are sums over the ranks.
