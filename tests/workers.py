@@ -4,6 +4,8 @@ A job is a module-level function of a test file or of this folder; it runs on th
 torch.distributed up between them (gloo), and its results come back in the order of the ranks.
 """
 
+import gc
+import itertools
 import multiprocessing
 import os
 import sys
@@ -25,7 +27,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     share_device()
-    while True:
+    for number in itertools.count(1):
         try:
             job = pipe.recv()
         except EOFError:
@@ -40,6 +42,8 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+        if number % 10 == 0:
+            gc.collect()  # Engines are cycles, and hold their groups: dozens of threads each, and a machine has 32,768.
 
 
 class Workers:
