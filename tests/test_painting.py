@@ -108,10 +108,10 @@ def test_a_pipeline_makes_a_picture_a_video_and_a_pipeline(home: Path, tmp_path:
         main(["media", str(home / "pipeline"), *ASK, "--out", str(out), "--write-pipeline", str(tmp_path / "p")]) == 0
     )
     assert Image.open(out).size == (48, 32)
-    latent = tmp_path / "a.safetensors"
+    latent = tmp_path / "a.SAFETENSORS"
     assert main(["media", str(tmp_path / "p"), *ASK, "--out", str(latent)]) == 0
     assert load_file(latent)["latents"].shape == (4, 1, 4, 6)
-    video = tmp_path / "a.mp4"
+    video = tmp_path / "a.MP4"
     more = ("--frames", "9", "--out", str(video), "--solver", "unipc")
     assert main(["media", str(home / "pipeline"), *ASK, *more]) == 0
     from lf.data.video import index_video
@@ -125,13 +125,21 @@ def test_a_pipeline_makes_a_picture_a_video_and_a_pipeline(home: Path, tmp_path:
     peer.load_state_dict(load_file(tmp_path / "p/transformer/diffusion_pytorch_model.safetensors"))
 
 
-def test_a_row_of_a_cache_asks_for_its_size(home: Path, tmp_path: Path) -> None:
+def test_a_row_of_a_cache_asks_for_its_size(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = home / "pipeline/transformer", tmp_path / "a.safetensors"
     given = ["media", str(folder), "--cache", str(home / "cache"), "--steps", "2", "--device", "cpu", "--out", str(out)]
     rows = open_latents(LatentData(path=str(home / "cache")), seed=0)
     for number in range(3):
         assert main([*given, "--row", str(number)]) == 0
-        assert load_file(out)["latents"].shape == rows.row(0, number)["latents"].shape
+        shape = rows.row(0, number)["latents"].shape
+        assert load_file(out)["latents"].shape == shape
+        # Before anything is sampled, the file that is asked for must be of the row's kind.
+        other = tmp_path / ("a.PNG" if shape[1] > 1 else "a.MP4")
+        asked = [*given, "--row", str(number), "--pipeline", str(home / "pipeline"), "--out", str(other)]
+        assert main(asked) == 1
+        assert f"is {'a video; give' if shape[1] > 1 else 'a picture; give'}" in capsys.readouterr().err
+    assert main([*given, "--image", "x.png"]) == 1
+    assert "leave out --image" in capsys.readouterr().err
 
 
 def test_a_first_frame_is_kept_or_conditions(home: Path, tmp_path: Path) -> None:
@@ -161,6 +169,8 @@ def test_a_first_frame_is_kept_or_conditions(home: Path, tmp_path: Path) -> None
         (["--size", "30x48"], "multiples of 16"),
         (["--prompt", "a " * 600], "takes 512; shorten"),
         (["--cache", "x"], "either --prompt"),
+        (["--boundary", "0.5"], "give --low"),
+        (["--write-pipeline", "."], "is there already"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_cure(

@@ -16,7 +16,7 @@ from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.normalise import Normalisers
-from lf.data.source import DataCtx, Rows, acting_of, normalisers_of, open_data, robot_names
+from lf.data.source import DataCtx, Row, Rows, acting_of, normalisers_of, open_data, robot_names
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
@@ -393,11 +393,19 @@ def _open(
     try:
         check_model(model, facts)
         # What a model refuses in every row is found here, and not by the thread that fetches the first step.
-        first = rows.row(0, 0)
-        collate(model, [first], first)
+        _check_row(model, rows.row(0, 0), f"{path} = {type_name(data)}")
     except ValueError as error:
         raise ValueError(f"{path} ({names}): {error}" if names else str(error)) from error
     return rows
+
+
+def _check_row(model: ModelConfig, row: Row, where: str) -> None:
+    try:
+        collate(model, [row], row)
+    except KeyError as error:
+        raise ValueError(
+            f"{where}: its rows have no {error}, which {type_name(model)} reads; give data of the model's kind"
+        ) from error
 
 
 def _engine(

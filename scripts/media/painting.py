@@ -113,6 +113,19 @@ def _check_out(args: Media) -> None:
         raise ValueError("a prompt is read by a text encoder, and a pipeline is written like one: give --pipeline")
     if bool(args.prompt) == (args.cache is not None):
         raise ValueError("give either --prompt, or --cache with the --row that says caption and size")
+    if args.cache is not None and args.image:
+        raise ValueError("a row of a cache has its own first frame: leave out --image, or give a --prompt")
+    if args.boundary and args.low is None:
+        raise ValueError(f"--boundary {args.boundary} parts the times of two experts: give --low, or leave it out")
+    if args.write_pipeline is not None:
+        _check_target(cast(Path, args.pipeline), args.write_pipeline)
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if not (source / "model_index.json").is_file():
+        raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
+    if target.exists():
+        raise ValueError(f"{target} is there already; give a new folder")
 
 
 def _asked(args: Media, cfg: LatentModel, device: str) -> tuple[dict[str, Any], Callable[[Tensor], Any] | None]:
@@ -161,7 +174,12 @@ def _cached(args: Media, cache: Path) -> dict[str, Any]:
     rows = open_latents(LatentData(path=str(cache)), seed=0, where="--cache")
     if args.row >= len(rows):
         raise ValueError(f"--row {args.row}, and {cache} has {len(rows)} rows; give a smaller one")
-    return rows.row(0, args.row)
+    row = rows.row(0, args.row)
+    kind, frames = args.out.suffix.lower(), row["latents"].shape[1]
+    if kind != ".safetensors" and (kind == ".mp4") != (frames > 1):
+        shown = "a video; give --out FILE.mp4" if frames > 1 else "a picture; give --out FILE.png"
+        raise ValueError(f"--out {args.out} is {_SUFFIXES[kind]}, and row {args.row} of {cache} is {shown}")
+    return row
 
 
 def _shape(args: Media, vae: Any, size: str) -> tuple[int, int, int, int]:
@@ -205,37 +223,32 @@ def _room(args: Media, cfg: LatentModel, vae: Any, device: str) -> dict[str, Any
 
 def _write(args: Media, latent: Tensor, decode: Callable[[Tensor], Any] | None) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.out.suffix == ".safetensors":
+    kind = args.out.suffix.lower()
+    if kind == ".safetensors":
         from safetensors.torch import save_file
 
         save_file({"latents": latent.contiguous()}, args.out)
         return
     assert decode is not None
     frames = decode(latent)
-    if args.out.suffix == ".mp4":
+    if kind == ".mp4":
         from lf.data.video import write_video
 
         write_video(args.out, list(frames), Fraction(args.fps).limit_denominator(1001), crf=16)
         return
     from PIL import Image
 
-    if len(frames) > 1:
-        raise ValueError(f"the row is a video of {len(frames)} frames; give --out FILE.mp4")
     Image.fromarray(frames[0]).save(args.out)
 
 
 def save_pipeline(source: Path, target: Path, parts: dict[str, tuple[Any, nn.Module]]) -> None:
     """Writes a pipeline whose transformers are the models, and all else that of `source`; whole or not at all.
 
-    `parts` are starts and models by folder name. Raises ValueError where `target` is there already.
+    `parts` are starts and models by folder name.
     """
     from lf.models.spec import named_tensors
     from lf.train.start import export
 
-    if not (source / "model_index.json").is_file():
-        raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
-    if target.exists():
-        raise ValueError(f"{target} is there already; give a new folder")
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, ignore=lambda folder, names: set(parts) if Path(folder) == source else set())
