@@ -185,7 +185,7 @@ def _(cfg: ChatData, ctx: DataCtx) -> Texts:
     files = find_files(cfg, ctx.path)
     side = () if cfg.part == "all" else (cfg.part, cfg.held_out)
     return Texts(
-        key=lambda: key_of("chats", file_digests(files, ctx.cache_dir), *side),
+        key=lambda: key_of("chats with roles", file_digests(files, ctx.cache_dir), *side),
         read=lambda: chat_texts(cfg, files),
     )
 

@@ -47,6 +47,7 @@ from lf.models.spec import (
 )
 from lf.models.weights import WeightMap
 from lf.parallel.config import Hetero, megatron_part, resolve
+from lf.train.chats import chat_files
 from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
@@ -156,7 +157,7 @@ def open_job(
     check_same_run(run, folder, reader, say)
     start = open_start(run.init, run.model) if reader is None else from_checkpoint(folder, reader)
     layout = check_run(run, start.model, device, comm.world)
-    inputs = _open_inputs(run, folder, reader, start.model, layout)
+    inputs = _open_inputs(run, folder, reader, start, layout)
     whole = attrs.evolve(run, model=start.model)
     meta = _meta(whole, inputs)
     if reader is not None:
@@ -288,8 +289,8 @@ class _Inputs:
         return {} if self.tokenizer is None else {"sha256": self.tokenizer.fingerprint, "eos": self.tokenizer.eos}
 
 
-def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConfig, layout: Layout) -> _Inputs:
-    tokenizer = _tokenizer(run, folder, reader)
+def _open_inputs(run: Run, folder: Path, reader: Reader | None, start: Start, layout: Layout) -> _Inputs:
+    model, tokenizer = start.model, _tokenizer(run, folder, reader)
     check_split(run.data, run.eval.data)
     rows = _open(run.data, "data", run.seed, model, tokenizer, training=True)
     check_layout(model, layout, rows.describe().get("length", 1))
@@ -298,6 +299,9 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     eval_rows = None
     if run.eval.data is not None:
         eval_rows = _open(run.eval.data, "eval.data", 0, model, tokenizer, norms, training=False)
+    if tokenizer is not None:
+        files = {**tokenizer.files, **chat_files(model, start.source, run.data, tokenizer)}
+        tokenizer = attrs.evolve(tokenizer, files=files)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
