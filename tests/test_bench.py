@@ -18,6 +18,7 @@ from lf.data.loader import read_rows
 from lf.devices.cpu import cpu
 from lf.models.embodied.pi05 import pi05_tiny
 from lf.models.spec import IGNORE, fake_batch
+from lf.plan.work import Rates
 from lf.train.parity import difference
 from scripts.benchmarks import diffusion, layouts, loader, megatron, peers, pi05, ratios, vlm
 from scripts.benchmarks.pi05_plain import PlainPi05
@@ -267,7 +268,7 @@ def test_diffusers_trains_alike_and_packing_leaves_out_the_padding(one_process: 
 
 
 SMALL = vlm.VlmBench(length=128, rows=2, hidden=48, layers=2, vocab=101, pairs=1, micro=2, steps=1, wall=1)
-COSTS = vlm.Costs(packs={"matrices": 1e-10, "causal": 1e-10}, images={"towers": 1e-10}, forward=(0.25, 0.5))
+COSTS = vlm.Costs(packs=Rates(matrices=1e-10, causal=1e-10), images=Rates(towers=1e-10), forward=(0.25, 0.5))
 
 
 def test_a_qwen2_5_vl_trains_as_transformers_does(one_process: None) -> None:

@@ -381,7 +381,7 @@ def test_nothing_goes_ahead_that_is_trained_or_takes_messages(workers: Workers) 
 
 def test_the_loop_is_one_step_ahead_and_gives_what_fails_there() -> None:
     from lf.data.loader import prefetch
-    from lf.train.loop import _ahead
+    from lf.train.loop import _beside, _Made
 
     done: list[int] = []
 
@@ -392,17 +392,21 @@ def test_the_loop_is_one_step_ahead_and_gives_what_fails_there() -> None:
         done.append(step)
         return [-step]
 
-    state = SimpleNamespace(state=SimpleNamespace(step=2), ahead=ahead)
-    job: Any = SimpleNamespace(engine=state, run=SimpleNamespace(steps=8))
-    with prefetch(lambda step: [step], range(3, 9)) as read, _ahead(job, read) as feed:
-        assert (item := next(feed)).value == [-3]
+    job: Any = SimpleNamespace(engine=SimpleNamespace(ahead=ahead))
+
+    def made(step: int) -> Any:
+        return _Made(batches=[step], idle=0.5)  # type: ignore[list-item]
+
+    steps = range(3, 9)
+    with prefetch(made, steps) as read, _beside(job, read, steps, False) as feed:
+        assert ((item := next(feed)).value.batches, item.value.idle) == ([-3], 0.5)
         assert item.step == 3
         deadline = time.monotonic() + 10
         while len(done) < 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(0.05)
         assert done == [3, 4]
-        assert [next(feed).value, next(feed).value] == [[-4], [-5]]
+        assert [next(feed).value.batches, next(feed).value.batches] == [[-4], [-5]]
         with pytest.raises(RuntimeError, match="beside the step"):
             next(feed)
 

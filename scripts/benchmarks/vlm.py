@@ -226,7 +226,7 @@ def measured(args: VlmBench) -> Costs:
 
     def encode(own: tuple[int, ...]) -> Callable[[], torch.Tensor]:
         row = row_of(cfg, [Sample(sides=own, tokens=10_000)], 10_000, 0)
-        return lambda: encoder(torch.from_numpy(row["patches"]), row["media"]).sum()
+        return lambda: encoder.encode(torch.from_numpy(row["patches"]), row["media"])[0].sum()
 
     text, parts = _fitted([pack_work(cfg.text, own) for own, _ in packs], [decode(*each) for each in packs])
     images, shares = _fitted(
