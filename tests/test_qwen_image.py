@@ -21,7 +21,6 @@ from lf.models.diffusion.qwen_image import QwenImage, qwen_image_tiny, unused
 from lf.models.diffusion.qwen_image_model import position_tables
 from lf.models.spec import Ctx
 from lf.train.parity import compare, to_json
-from lf.train.run import check_run
 from lf.train.start import export, load_model, open_start
 from tests.latent_tools import FakeLatents, batch_of, gradients, loss_of, near, tiny
 from tests.test_train import go, metrics
@@ -270,8 +269,3 @@ def test_a_run_learns_and_exports(workers: Workers, tmp_path: Path) -> None:
     start = open_start(str(tmp_path / "run/hf"), None)
     assert start.model == attrs.evolve(qwen_image_tiny, text=start.model.text)
     load_model(start, Ctx(device=cpu))
-
-
-def test_the_megatron_path_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"QwenImage does not train there; set parallel to lf.TorchParallel\(...\)"):
-        check_run(small_run(parallel=lf.MegatronParallel()), qwen_image_tiny, cpu, 1)

@@ -15,6 +15,7 @@ import lf
 from lf.devices.cpu import cpu
 from lf.models import hf, spec, weights
 from lf.models.diffusion import flow, wan
+from lf.models.diffusion.family import family_of
 from lf.models.diffusion.flow import Sampling, noisy
 from lf.models.diffusion.latent import fake_rows, velocity
 from lf.models.diffusion.packed import Packing
@@ -23,7 +24,6 @@ from lf.models.layouts import Alias
 from lf.models.spec import Ctx
 from lf.train.convert import export_folder, import_folder
 from lf.train.parity import compare, to_json
-from lf.train.run import check_run
 from lf.train.start import export, load_model, open_start
 from tests.latent_tools import FakeLatents, batch_of, gradients, loss_of, near, tiny
 from tests.test_train import go, metrics, tensors
@@ -426,7 +426,7 @@ def test_bfloat16_keeps_float32_islands_and_computes_nearly_the_same() -> None:
     batch = batch_of(I2V, fake_rows(I2V.space, 2, 0))
     exact, narrow = tiny(I2V), tiny(I2V, dtype=torch.bfloat16)
     islands = {name for name, param in narrow.named_parameters() if param.dtype == torch.float32}
-    patterns = wan.wide(I2V)
+    patterns = family_of(I2V).wide
     assert islands == {
         name for name, _ in exact.named_parameters() if any(fnmatch.fnmatchcase(name, p) for p in patterns)
     }
@@ -459,11 +459,6 @@ def test_every_tensor_has_a_first_value_and_a_new_model_says_nothing() -> None:
         batch = batch_of(cfg, fake_rows(cfg.space, 4, 0))
         assert not spec.forward(cfg, model, batch).any()
         assert 1.0 < loss_of(cfg, model, batch) < 3.0
-
-
-def test_the_megatron_path_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Wan does not train there; set parallel to lf.TorchParallel\(...\)"):
-        check_run(small_run(parallel=lf.MegatronParallel()), wan_tiny, cpu, 1)
 
 
 # Runs

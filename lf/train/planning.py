@@ -6,7 +6,7 @@ import torch
 
 from lf.data.config import DataConfig, Mixture
 from lf.models import hf
-from lf.models.spec import paths, type_name
+from lf.models.spec import blocks, has_rule, type_name
 from lf.parallel.config import MegatronParallel
 from lf.plan.estimate import Job
 from lf.train.config import OptimConfig, Run
@@ -31,8 +31,8 @@ def job_of(run: Run, world: int, *, length: int = 0, cpu: bool = False) -> Job:
         if not run.init:
             raise ValueError("model = None and init is empty, so there is nothing to plan; set model, or init=FOLDER")
         model = hf.read_config(Path(run.init).expanduser(), None)
-    if "megatron" not in paths(model):
-        raise ValueError(f"parallel = MegatronParallel: {type_name(model)} does not train there, so it has no plan")
+    if not has_rule(blocks, model):
+        raise ValueError(f"parallel = MegatronParallel: nothing says what {type_name(model)} costs, so it has no plan")
     if not (length or row_length(run.data)):
         raise ValueError(f"data = {type_name(run.data)} does not say how long a row is; give --length TOKENS")
     return Job(

@@ -1,9 +1,9 @@
 """Wan as a family: what lf asks of it, its weight table in diffusers' and the original names, and the published sizes.
 
-The modules are in `wan_model.py`, the row that data must give in `latent.py`, config.json in `wan_config.py`.
+The modules are in `wan_model.py`, the row that data must give in `latent.py`, config.json in `wan_config.py`, and what
+all models of latents share in `family.py`.
 """
 
-import fnmatch
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lf.models import hf, spec
-from lf.models.diffusion import latent, wan_config
+from lf.models.diffusion import wan_config
+from lf.models.diffusion.family import Family, family_of
 from lf.models.diffusion.flow import high_part, low_part
+from lf.models.diffusion.layers import TIMES
 from lf.models.diffusion.packed import Packing, grid_of, patchify, unpatchify
-from lf.models.diffusion.wan_model import TIMES, WanModel
 from lf.models.diffusion.wan_model import Wan as Wan
+from lf.models.diffusion.wan_model import WanModel
 from lf.models.layouts import Alias
 from lf.models.weights import Carried, Rule, Same, WeightMap
 
@@ -29,19 +31,10 @@ WIDE_IMAGE = ("image.norm_in.*", "image.norm_out.*")
 """The same of models that read image embeddings."""
 
 
-def wide(cfg: Wan) -> tuple[str, ...]:
-    """Returns the patterns of the tensors that compute in float32."""
-    return WIDE + (WIDE_IMAGE if cfg.image_dim else ())
-
-
-@spec.build_model.register
-def _(cfg: Wan, ctx: spec.Ctx) -> nn.Module:
-    with torch.device("meta"):
-        model = WanModel(cfg).to(ctx.dtype)
-    for name, param in model.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in wide(cfg)):
-            param.data = param.data.float()
-    return model if ctx.meta else model.to_empty(device=ctx.device.torch_type)
+@family_of.register
+def _(cfg: Wan) -> Family:
+    shared = (("model.heads", cfg.heads), ("model.mlp", cfg.mlp))
+    return Family(module=WanModel, wide=WIDE + (WIDE_IMAGE if cfg.image_dim else ()), shared=shared)
 
 
 @spec.hf_config.register
@@ -53,11 +46,6 @@ def _(cfg: Wan) -> dict[str, Any]:
 def _(cfg: Wan, names: tuple[str, ...]) -> Wan:
     reads = any(name.endswith(("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")) for name in names)
     return cfg if reads or not cfg.image_dim else attrs.evolve(cfg, image_dim=0)
-
-
-@spec.shard_spec.register
-def _(cfg: Wan) -> spec.ShardSpec:
-    return spec.ShardSpec(fsdp_units=("blocks.*",), recompute_units=("blocks.*",), float32=wide(cfg))
 
 
 @spec.init_rules.register
@@ -89,12 +77,6 @@ def _(cfg: Wan, rows: int, length: int) -> float:
     ends = length * patch * w * (cfg.in_channels + cfg.out_channels)
     once = text * (cfg.text_dim * w + w * w) + cfg.sinusoids * w + 7 * w * w
     return 6.0 * rows * (cfg.layers * block + ends + once)
-
-
-@spec.fake_batch.register
-def _(cfg: Wan, rows: int, length: int, seed: int) -> spec.Batch:
-    made = latent.fake_rows(cfg.space, rows, seed, length)
-    return spec.draw(cfg, latent.latent_batch(cfg.space, made), seed, 0)
 
 
 @spec.golden.register
