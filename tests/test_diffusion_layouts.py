@@ -1,5 +1,6 @@
 """Wan and Qwen-Image on the Megatron path: every layout gives the loss, gradients and weights of the torch path."""
 
+import fnmatch
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from lf.models.spec import Ctx, Layout
 from lf.train.run import check_run
 from lf.train.start import load_model, open_start
 from tests import latent_tools
-from tests.cases import gradients, megatron, near_float32, off, run_of, trained
+from tests.cases import BF16_GRADS, gradients, megatron, off, run_of, trained
 from tests.latent_tools import FakeLatents, batch_of, micro_batches, near, random_first
 from tests.test_train import go, metrics
 from tests.workers import Workers
 
 GATE = 5e-6
 """Largest difference over largest reference, in fp32."""
+GATE_BF16 = 5e-3
+"""Of losses and norms in bf16, as on the torch path."""
 
 P = lf.MegatronParallel
 WAN = attrs.evolve(wan_tiny, heads=4, flow=attrs.evolve(wan_tiny.flow, caption_dropout=0.3))
@@ -40,7 +43,6 @@ MODELS: dict[str, LatentModel] = {
     "edit 2511": random_first(QWEN),
 }
 """Rows differ in frames, rows, columns, texts and references, and those of the first in given frames."""
-FP32, BF16 = lf.Precision(), lf.Precision(params="bfloat16")
 LAYOUTS: dict[str, tuple[int, lf.MegatronParallel]] = {
     "one, recompute": (1, P(recompute="full", micro_batch=8)),
     "one, selective": (1, P(recompute="selective", recompute_modules=("core_attn", "mlp"), micro_batch=4)),
@@ -73,10 +75,14 @@ def run_in(model: str, parallel: lf.MegatronParallel, **changes: Any) -> lf.Run:
     return run_of(MODELS[model], parallel=parallel, **{"optim": lf.AdamW(clip=0.0), **changes})
 
 
-def one_step(model: str, parallel: lf.MegatronParallel, precision: lf.Precision = FP32) -> Any:
-    engine, ctx = megatron(run_in(model, parallel, precision=precision))
+def one_step(model: str, parallel: lf.MegatronParallel, **changes: Any) -> Any:
+    engine, ctx = megatron(run_in(model, parallel, **changes))
     rows = fake_rows(MODELS[model].space, 8, 3)
     return gradients(engine, ctx, micro_batches(MODELS[model], rows, parallel.micro_batch, ctx.layout))
+
+
+def bfloat16_step(model: str, parallel: lf.MegatronParallel) -> Any:
+    return one_step(model, parallel, precision=lf.Precision(params="bfloat16"))
 
 
 def three_steps(model: str, parallel: lf.MegatronParallel, optim: lf.OptimConfig) -> Any:
@@ -128,8 +134,29 @@ def test_gradients_do_not_depend_on_path_and_layout(workers: Workers, reference:
 )
 def test_bfloat16_gradients_stay_near_float32(workers: Workers, reference: Any, layout: str, model: str) -> None:
     world, parallel = EVERY[layout]
-    for found in workers.run(world, one_step, model, parallel, BF16):
-        near_float32(found, reference(model), experts=True)
+    grads, norm, loss, _ = reference(model)
+    for grads_, norm_, loss_, _ in workers.run(world, bfloat16_step, model, parallel):
+        assert abs(loss_ - loss) <= GATE_BF16 * loss
+        assert abs(norm_ - norm) <= GATE_BF16 * norm
+        apart = sum(float((grads_[name] - grad).square().sum()) for name, grad in grads.items())
+        assert apart**0.5 <= BF16_GRADS * norm
+
+
+FROZEN = ("blocks.*.q.weight", "blocks.0.image.mlp.up.*", "patch.*", "blocks.1.image.mod.weight")
+
+
+def frozen_step(model: str, parallel: lf.MegatronParallel) -> Any:
+    return one_step(model, parallel, optim=lf.AdamW(clip=0.0, freeze=FROZEN))
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp"])
+def test_frozen_weights_leave_the_gradients_of_the_others(workers: Workers, reference: Any, layout: str) -> None:
+    world, parallel = EVERY[layout]
+    grads, *_ = reference("edit")
+    left = {name for name in grads if not any(fnmatch.fnmatchcase(name, pattern) for pattern in FROZEN)}
+    assert "blocks.0.image.q.bias" in left < grads.keys()
+    for found, *_ in workers.run(world, frozen_step, "edit", parallel):
+        near(found, {name: grads[name] for name in left}, GATE)
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,8 @@ def megatron_layers(cfg: LatentModel, ctx: spec.Ctx) -> Layers:
             init_method=config.init_method,
             gather_output=False,
             bias=True,
-            skip_bias_add=False,
+            # megatron-core's own, with a frozen weight, would give the bias no gradient.
+            skip_bias_add=True,
             is_expert=False,
             tp_group=tp,
         )
@@ -101,14 +102,17 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _biased(made: Tensor, bias: Tensor | None) -> Tensor:
+    return made if bias is None else made + bias
+
+
 @functools.cache
 def _alone(kind: Any) -> Any:
-    """Returns a linear layer of megatron-core's or TransformerEngine's that returns its product alone."""
+    """Returns a linear layer of megatron-core's or TransformerEngine's whose output has its bias."""
 
     class Alone(kind):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = super().forward(x)[0]
-            return made
+            return _biased(*super().forward(x))
 
     return Alone
 
@@ -117,7 +121,8 @@ class _Spread(ColumnParallelLinear):  # type: ignore[misc]
     """Every rank gets all outputs, and goes on to do with them what all others do."""
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = gather_from_tensor_model_parallel_region(super().forward(x)[0], group=self.tp_group)
+        own = _biased(*super().forward(x))
+        made: Tensor = gather_from_tensor_model_parallel_region(own, group=self.tp_group)
         return made
 
 
@@ -125,7 +130,9 @@ class _SpreadForSlices(ColumnParallelLinear):  # type: ignore[misc]
     """Every rank gets all outputs, for its own tokens: so gradients are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = all_gather_last_dim_from_tensor_parallel_region(super().forward(x)[0], group=self.tp_group)
+        made: Tensor = all_gather_last_dim_from_tensor_parallel_region(
+            _biased(*super().forward(x)), group=self.tp_group
+        )
         return made
 
 

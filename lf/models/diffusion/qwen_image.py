@@ -16,6 +16,7 @@ from lf.models.diffusion.family import Family, family_of
 from lf.models.diffusion.packed import Grid, Packing
 from lf.models.diffusion.qwen_image_model import SINUSOIDS, QwenImageModel
 from lf.models.diffusion.qwen_image_model import QwenImage as QwenImage
+from lf.models.initialise import normal
 from lf.models.llm.fields import flag, whole
 from lf.models.weights import Rule, Same, WeightMap
 
@@ -48,9 +49,6 @@ def _(cfg: QwenImage) -> Family:
 @spec.init_rules.register
 def _(cfg: QwenImage) -> tuple[spec.InitRule, ...]:
     """Modulations and the last layer start at zero (adaLN-Zero, arXiv:2212.09748): blocks do nothing at first."""
-
-    def normal(pattern: str, fan_in: int) -> spec.InitRule:
-        return spec.InitRule(pattern=pattern, kind="normal", std=fan_in**-0.5)
 
     return (
         spec.InitRule(pattern="*bias", kind="zeros"),

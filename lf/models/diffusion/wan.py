@@ -20,6 +20,7 @@ from lf.models.diffusion.layers import TIMES
 from lf.models.diffusion.packed import Packing, grid_of, patchify, unpatchify
 from lf.models.diffusion.wan_model import Wan as Wan
 from lf.models.diffusion.wan_model import WanModel
+from lf.models.initialise import normal
 from lf.models.layouts import Alias
 from lf.models.weights import Carried, Rule, Same, WeightMap
 
@@ -51,9 +52,6 @@ def _(cfg: Wan, names: tuple[str, ...]) -> Wan:
 @spec.init_rules.register
 def _(cfg: Wan) -> tuple[spec.InitRule, ...]:
     """The last layer starts at zero, as in the original: a new model says nothing at first."""
-
-    def normal(pattern: str, fan_in: int) -> spec.InitRule:
-        return spec.InitRule(pattern=pattern, kind="normal", std=fan_in**-0.5)
 
     return (
         spec.InitRule(pattern="out.*", kind="zeros"),
