@@ -203,6 +203,7 @@ def small_run(**changes: Any) -> lf.Run:
         parallel=P(micro_batch=2),
         steps=len(WALK),
         eval=lf.Eval(data=FakeLatents(rows=3), every=2),
+        log=lf.Log(every=1),
     )
     return attrs.evolve(run, **changes)
 

@@ -22,7 +22,7 @@ KINDS: dict[str, LatentModel] = {**test_wan.KINDS, **test_qwen_image.KINDS}
 ONE_EACH = ("i2v", "edit 2511")
 RECORDED = {
     "wan": ("wan", "wan_i2v", "hf_wan21_t2v", "hf_wan21_i2v", "hf_wan22_ti2v"),
-    "qwen_image": ("qwen_image", "hf_qwen_image", "hf_qwen_image_edit"),
+    "qwenimage": ("qwen_image", "hf_qwen_image", "hf_qwen_image_edit"),
 }
 
 
