@@ -1,6 +1,7 @@
 """Small models of latents with random weights, and what tests ask of them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from lf.models.diffusion.latent import LatentModel, Space, fake_rows
 from lf.models.diffusion.qwen_image import QwenImage, qwen_image_tiny
 from lf.models.diffusion.wan import Wan, wan_tiny
 from lf.models.spec import Batch, Ctx
+from lf.train.start import export
 
 
 @attrs.frozen(kw_only=True)
@@ -46,6 +48,12 @@ def tiny(cfg: LatentModel, seed: int = 0, dtype: torch.dtype = torch.float32) ->
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator) * 0.2)
     return model
+
+
+def write_base(cfg: LatentModel, folder: Path) -> None:
+    """Writes a small model as a folder of diffusers."""
+    tensors = spec.named_tensors(tiny(cfg))
+    export(cfg, tensors.__getitem__, folder, source=None, files={}, write=True)
 
 
 def batch_of(cfg: LatentModel, rows: Sequence[dict[str, Any] | None], step: int = 5) -> Batch:
