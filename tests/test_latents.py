@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import run
 from lf.data.source import DataCtx, open_data
 from lf.data.split import check_split
+from lf.devices.cpu import cpu
 from lf.models import spec
-from lf.models.diffusion.wan import wan_tiny
+from lf.models.diffusion.wan import experts, wan_tiny
+from lf.train.checkpoint import distributed
+from lf.train.comm import process_group
+from lf.train.run import open_job
 from scripts.prepare import main
 from tests.media_tools import make_media, make_pipeline, make_texts, make_vae
 from tests.robot_tools import EPS, watch_ghostscript
@@ -192,6 +197,49 @@ def test_buckets_take_the_nearest_shape_and_the_most_frames(home: Path) -> None:
     assert found["a.mp4"].pts == planned["a.mp4"].pts[::2]
 
 
+@pytest.mark.parametrize("stored", ["upright", "turned", "wide"])
+def test_videos_are_shown_as_their_files_say(tmp_path: Path, stored: str) -> None:
+    import av
+
+    # Red above green, left half darker; stored turned to the left, or squeezed to half its width.
+    shown = np.zeros((64, 96, 3), np.uint8)
+    shown[:32, :, 0], shown[32:, :, 1] = 200, 200
+    shown[:, :48] //= 2
+    kept = {"upright": shown, "turned": np.rot90(shown), "wide": shown[:, ::2]}[stored]
+    with av.open(str(tmp_path / "a.mp4"), "w") as file:
+        stream = file.add_stream("libx264", rate=8, options={"crf": "4"})
+        stream.height, stream.width, stream.pix_fmt = *kept.shape[:2], "yuv420p"
+        if stored == "turned":
+            stream.set_display_rotation(-90)
+        if stored == "wide":
+            stream.sample_aspect_ratio = Fraction(2)
+        file.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(kept), format="rgb24")))
+        file.mux(stream.encode())
+    (tmp_path / "a.txt").write_text("a red disc")
+    buckets = media.Buckets(sizes=((64, 96), (96, 64)), frames=(1,), fps=0.0, enlarge=False)
+    (planned,) = media.plan_media(media.find_media(tmp_path), attrs.evolve(buckets, enlarge=stored == "wide"))
+    assert (planned.bucket.height, planned.bucket.width) == (64, 96)
+    corners = media.read_frames(planned)[0][[[8], [-8]], [[8, -8]]].astype(int)
+    assert np.abs(corners - shown[[[8], [-8]], [[8, -8]]].astype(int)).max() < 24
+
+
+@pytest.mark.parametrize(("angle", "mirrored"), [(45, False), (0, True)])
+def test_videos_shown_askew_or_mirrored_are_refused(tmp_path: Path, angle: int, mirrored: bool) -> None:
+    import av
+
+    with av.open(str(tmp_path / "a.mp4"), "w") as file:
+        stream = file.add_stream("libx264", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        stream.set_display_rotation(angle, hflip=mirrored)
+        file.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((32, 48, 3), np.uint8), format="rgb24")))
+        file.mux(stream.encode())
+    with pytest.raises(ValueError, match=r"a\.mp4 is to be shown mirrored or turned .* encode it upright"):
+        media.plan_media(
+            [media.Media(name="a", path=tmp_path / "a.mp4", caption="x")],
+            media.Buckets(sizes=((32, 48),), frames=(1,), fps=0.0, enlarge=False),
+        )
+
+
 def refused(home: Path, **changes: Any) -> str:
     def opened() -> None:
         encoder = latents.open_encoder(how(home, **{k: v for k, v in changes.items() if k != "src"}))
@@ -262,11 +310,79 @@ def test_captions_that_lack_are_refused(home: Path, tmp_path: Path) -> None:
         ('{"media": "x.mp4", "caption": "x"}', "is missing"),
         ('{"media": "a.mp4", "caption": "x"}\n{"media": "a.mp4", "caption": "y"}', "twice"),
         ('{"media": "a.gif", "caption": "x"}', "convert it"),
+        ('{"media": "a.mp4", "caption": "x", "references": "c.png"}', "give a list of paths"),
+        ('{"media": "a.mp4", "caption": "x", "references": ["b.mp4"]}', "b.mp4 is none of .png"),
+        ('{"media": "a.mp4", "caption": "x", "references": ["x.png"]}', r"names a.mp4, and .*x.png is missing"),
         ("{", "no JSON"),
     ):
         lines.write_text(line)
         with pytest.raises(ValueError, match=words):
             media.find_media(lines)
+
+
+def test_references_of_videos_or_for_pipelines_that_edit_nothing_are_refused(home: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(home / "media", tmp_path / "media")
+    lines = source / "list.jsonl"
+    lines.write_text('{"media": "a.mp4", "caption": "x", "references": ["c.png"]}')
+    assert "only pictures are edits" in refused(home, src=lines)
+    lines.write_text('{"media": "c.png", "caption": "x", "references": ["c.png"]}')
+    assert "the pipeline edits nothing; give one of QwenImageEditPipeline" in refused(home, src=lines)
+    (source / "d.png").write_bytes(b"\x89PNG nothing")
+    lines.write_text('{"media": "c.png", "caption": "x", "references": ["d.png"]}')
+    assert "d.png is no picture" in refused(home, src=lines)
+
+
+@pytest.mark.parametrize(
+    ("cache", "model", "words"),
+    [
+        ({}, {"text": 5}, "captions of 7 embeddings; shorten them, or raise model.text"),
+        ({}, {"in_channels": 16, "out_channels": 16}, "the data has channels 4, and the model 16"),
+        ({}, {"in_channels": 12}, "condition_channels 0, and the model 8"),
+        ({}, {"image_dim": 20}, "image_dim 0, and the model 20"),
+        ({"pipeline": "other"}, {}, "made by another vae"),
+    ],
+)
+def test_a_run_on_a_cache_that_does_not_fit_does_not_start(
+    home: Path, tmp_path: Path, cache: dict[str, Any], model: dict[str, Any], words: str
+) -> None:
+    if cache.get("pipeline"):
+        other = shutil.copytree(home / "pipeline", tmp_path / "other")
+        (other / "vae/config.json").write_text((home / "pipeline/vae/config.json").read_text() + " ")
+        cache = {"pipeline": str(other)}
+    not_started(tmp_path, lf.LatentData(path=str(home / "cache"), **cache), words, **model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"frames": (8,)}, "4k [+] 1"),
+        ({"sizes": ("30x48",)}, "multiples of 16.*nearest is 32x48"),
+        ({"text": 3}, "the model takes 3; shorten it"),
+        ({}, r"c\.png has no caption"),
+    ],
+)
+def test_a_run_on_media_that_do_not_fit_does_not_start(
+    home: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    source = shutil.copytree(home / "media", tmp_path / "media")
+    if not change:
+        (source / "c.txt").unlink()
+    not_started(tmp_path, lf.MediaData(path=str(source), encoding=how(home, **change)), words)
+
+
+def not_started(folder: Path, data: lf.DataConfig, words: str, **model: Any) -> None:
+    """Asserts that a run on some data is refused before it has a folder."""
+    changed = attrs.evolve(wan_tiny, **{"text": 8, **model})
+    run = lf.Run(model=changed, data=data, parallel=lf.TorchParallel(micro_batch=1), batch=2, steps=1)
+    with process_group(cpu), pytest.raises(ValueError, match=words):
+        open_job(run, folder / "run", (), cpu, distributed(), lambda line: None)
+    assert not (folder / "run").exists()
+
+
+def test_a_boundary_that_parts_nothing_is_refused() -> None:
+    for boundary in (0.0, 1.0, 1.5):
+        with pytest.raises(ValueError, match="must lie between 0 and 1"):
+            experts(wan_tiny, boundary)
 
 
 def test_a_vae_whose_scaling_is_wrong_is_refused(home: Path, tmp_path: Path) -> None:

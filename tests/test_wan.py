@@ -322,11 +322,15 @@ def test_given_frames_must_leave_some_to_make() -> None:
         batch_of(wan_tiny, [{**row, "latents": torch.zeros(4, 3, 4, 4), "given": 3}])
 
 
-def test_rows_with_different_empty_captions_are_refused() -> None:
+def test_each_row_has_its_own_empty_caption_and_all_or_none_have_one() -> None:
+    cfg = attrs.evolve(wan_tiny, flow=attrs.evolve(wan_tiny.flow, caption_dropout=1.0 - 1e-9))
     rows = fake_rows(wan_tiny.space, 2, 0)
-    rows[1]["empty"] = rows[1]["empty"] + 1
-    with pytest.raises(ValueError, match="different embeddings of the empty caption"):
-        batch_of(wan_tiny, [*rows])
+    rows[1]["empty"] = torch.full((2, 16), 1.5)
+    batch = batch_of(cfg, [*rows, None])
+    texts = batch["text"].split(batch["packing"].texts)
+    assert all(torch.equal(text[: len(r["empty"])], r["empty"]) for text, r in zip(texts, rows, strict=False))
+    with pytest.raises(ValueError, match=rf"rows {rows[0]['id']} have no `empty`.*with all of them, or with none"):
+        batch_of(wan_tiny, [{**rows[0], "empty": None}, rows[1]])
 
 
 def test_facts_of_the_data_are_held_against_the_model() -> None:
@@ -335,9 +339,12 @@ def test_facts_of_the_data_are_held_against_the_model() -> None:
         ({"text_dim": 4096}, "text_dim 4096"),
         ({"text_length": 7}, "model.text = 6"),
         ({"condition_channels": 20}, "condition_channels 20"),
+        ({"references": 2}, "up to 2 references, and the model reads none"),
     ):
         with pytest.raises(ValueError, match=told):
             spec.check_model(wan_tiny, facts)
+    with pytest.raises(ValueError, match=r"gives 1 frames, and the model takes none; set data\.given to 0"):
+        spec.check_model(I2V, {"given": 1})
     spec.check_model(wan_tiny, {"channels": 4, "text_dim": 16, "text_length": 6})
 
 

@@ -4,6 +4,8 @@ A job is a module-level function of a test file or of this folder; it runs on th
 torch.distributed up between them (gloo), and its results come back in the order of the ranks.
 """
 
+import gc
+import itertools
 import multiprocessing
 import os
 import sys
@@ -25,6 +27,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     share_device()
+    jobs = itertools.count(1)
     while True:
         try:
             job = pipe.recv()
@@ -40,6 +43,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if next(jobs) % 16 == 0:
+                # Models hold their process groups in cycles, and a group has two threads: a long session runs out.
+                gc.collect()
 
 
 class Workers:

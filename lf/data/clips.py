@@ -5,6 +5,7 @@ Shapes: F frames, H height, W width.
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ class Media:
     """The file."""
     caption: str
     """What is said about it."""
+    references: tuple[Path, ...] = ()
+    """Pictures that it is made from."""
+
+    @property
+    def told(self) -> tuple[str, str, tuple[str, ...]]:
+        """Its name, its caption, and where its references lie beside it."""
+        return self.name, self.caption, tuple(os.path.relpath(path, self.path.parent) for path in self.references)
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +82,12 @@ class Planned:
     """Times of the frames in ticks of the container; empty for a picture."""
     fps: float
     """Frames a second of what is taken; 0 for a picture."""
+    references: tuple[tuple[int, int], ...] = ()
+    """Heights and widths of the references."""
+    turns: int = 0
+    """Quarters by which frames of a video are turned, counterclockwise."""
+    pixel: float = 1.0
+    """Width of a pixel over its height, before that."""
 
 
 def parse_sizes(sizes: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -114,7 +128,8 @@ def find_media(source: Path) -> tuple[Media, ...]:
     """Returns the media of a folder, in order of their names, or of a .jsonl file, in order of its lines.
 
     In a folder the caption of `a/b.mp4` is the text of `a/b.txt`. A line of a .jsonl has `media`, a path below the
-    file's folder, and `caption`. Raises ValueError for a missing or empty caption, a missing file and a repeated name.
+    file's folder, `caption` and, for edits, `references`, paths of pictures. Raises ValueError for a missing or empty
+    caption, a missing file and a repeated name.
     """
     source = source.expanduser()
     found = list(_of_lines(source) if source.suffix == ".jsonl" else _of_folder(source))
@@ -125,8 +140,9 @@ def find_media(source: Path) -> tuple[Media, ...]:
         if media.name in names:
             raise ValueError(f"{source} names {media.name} twice; a name is the sample's id: give each once")
         names.add(media.name)
-        if not media.path.exists():
-            raise ValueError(f"{source} names {media.name}, and {media.path} is missing; add it, or remove the line")
+        for path in (media.path, *media.references):
+            if not path.exists():
+                raise ValueError(f"{source} names {media.name}, and {path} is missing; add it, or remove the line")
     return tuple(found)
 
 
@@ -161,12 +177,24 @@ def _of_lines(file: Path) -> Iterator[Media]:
         if not isinstance(told, str) or not isinstance(caption, str) or not told or not caption.strip():
             raise ValueError(f"{where} needs `media`, a path, and `caption`, a text that is not empty; add what lacks")
         checked_text(caption, where, "caption")
-        if fault := path_fault(told):
-            raise ValueError(f"{where}: {told!r:.120} {fault}")
-        path = file.parent / told
-        if path.suffix.lower() not in PICTURES + VIDEOS:
-            raise ValueError(f"{where}: {told} is none of {', '.join(VIDEOS + PICTURES)}; convert it")
-        yield Media(name=told, path=path, caption=caption.strip())
+        references = fields.get("references", [])
+        if not isinstance(references, list) or not all(isinstance(one, str) and one for one in references):
+            raise ValueError(f"{where}: `references` is {references!r:.120}; give a list of paths of pictures")
+        yield Media(
+            name=told,
+            path=_below(file, where, told, VIDEOS + PICTURES),
+            caption=caption.strip(),
+            references=tuple(_below(file, where, one, PICTURES) for one in references),
+        )
+
+
+def _below(file: Path, where: str, told: str, suffixes: Sequence[str]) -> Path:
+    if fault := path_fault(told):
+        raise ValueError(f"{where}: {told!r:.120} {fault}")
+    path = file.parent / told
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"{where}: {told} is none of {', '.join(suffixes)}; convert it")
+    return path
 
 
 def plan_media(media: Sequence[Media], buckets: Buckets) -> tuple[Planned, ...]:
@@ -187,10 +215,13 @@ def plan_media(media: Sequence[Media], buckets: Buckets) -> tuple[Planned, ...]:
 
 
 def _planned(media: Media, buckets: Buckets) -> Planned:
+    references = tuple(read_picture(path).shape[:2] for path in media.references)
     if media.path.suffix.lower() in PICTURES:
-        height, width = _picture(media.path).shape[:2]
+        height, width = read_picture(media.path).shape[:2]
         bucket = Bucket(frames=1, **_size(media.path, height, width, buckets))
-        return Planned(media=media, bucket=bucket, pts=(), fps=0.0)
+        return Planned(media=media, bucket=bucket, pts=(), fps=0.0, references=references)
+    if references:
+        raise ValueError(f"{media.path} is a video with references; only pictures are edits: leave them out")
     index = index_video(media.path)
     seconds = index.seconds
     length = float(seconds[-1] - seconds[0])
@@ -207,8 +238,24 @@ def _planned(media: Media, buckets: Buckets) -> Planned:
     frames = max(fitting)
     wanted = seconds[0] + np.arange(frames) / buckets.fps if buckets.fps else seconds[:frames]
     at = np.abs(seconds[None] - wanted[:, None]).argmin(1)
-    bucket = Bucket(frames=frames, **_size(media.path, index.height, index.width, buckets))
-    return Planned(media=media, bucket=bucket, pts=tuple(index.pts[at].tolist()), fps=buckets.fps or own)
+    turns, shown = _turns(media.path), (index.height, round(index.width * index.pixel))
+    bucket = Bucket(frames=frames, **_size(media.path, *(shown[::-1] if turns % 2 else shown), buckets))
+    return Planned(
+        media=media,
+        bucket=bucket,
+        pts=tuple(index.pts[at].tolist()),
+        fps=buckets.fps or own,
+        turns=turns,
+        pixel=float(index.pixel),
+    )
+
+
+def _turns(path: Path) -> int:
+    decoder = Decoder(path)
+    try:
+        return decoder.turns()
+    finally:
+        decoder.close()
 
 
 def _size(path: Path, height: int, width: int, buckets: Buckets) -> dict[str, int]:
@@ -228,8 +275,8 @@ def _size(path: Path, height: int, width: int, buckets: Buckets) -> dict[str, in
     return {"height": best[0], "width": best[1]}
 
 
-def _picture(path: Path) -> NDArray[np.uint8]:
-    """Returns a picture as RGB [H, W, 3], upright."""
+def read_picture(path: Path) -> NDArray[np.uint8]:
+    """Returns a picture as RGB [H, W, 3], upright; raises ValueError for one that cannot be read."""
     try:
         from PIL import ImageOps
     except ImportError as error:
@@ -245,23 +292,28 @@ def _picture(path: Path) -> NDArray[np.uint8]:
 
 
 def read_frames(planned: Planned) -> NDArray[np.uint8]:
-    """Returns the frames [F, H, W, 3] (RGB) of a medium: cut to the shape of its bucket in the middle, and resized."""
+    """Returns the frames [F, H, W, 3] (RGB) of a medium: cut to the shape of its bucket in the middle, and resized.
+
+    They are upright, and their pixels square.
+    """
     bucket = planned.bucket
     if not planned.pts:
-        return _fitted(_picture(planned.media.path), bucket)[None]
+        return fit_picture(read_picture(planned.media.path), bucket)[None]
+    pixel = 1.0 / planned.pixel if planned.turns % 2 else planned.pixel
     decoder = Decoder(planned.media.path)
     try:
-        return np.stack([_fitted(decoder.frame(pts), bucket) for pts in planned.pts])
+        return np.stack([fit_picture(np.rot90(decoder.frame(p), planned.turns), bucket, pixel) for p in planned.pts])
     finally:
         decoder.close()
 
 
-def _fitted(picture: NDArray[np.uint8], bucket: Bucket) -> NDArray[np.uint8]:
+def fit_picture(picture: NDArray[np.uint8], bucket: Bucket, pixel: float = 1.0) -> NDArray[np.uint8]:
+    """Returns a picture [H, W, 3], whose pixels are `pixel` as wide as high, cut to a bucket's shape and resized."""
     from PIL import Image
 
     height, width = picture.shape[:2]
-    scale = min(height / bucket.height, width / bucket.width)
-    dy, dx = (height - bucket.height * scale) / 2, (width - bucket.width * scale) / 2
+    scale = min(height / bucket.height, width * pixel / bucket.width)
+    dy, dx = (height - bucket.height * scale) / 2, (width - bucket.width * scale / pixel) / 2
     box = (max(0.0, dx), max(0.0, dy), min(float(width), width - dx), min(float(height), height - dy))
-    image: Any = Image.fromarray(picture)
+    image: Any = Image.fromarray(np.ascontiguousarray(picture))
     return np.asarray(image.resize((bucket.width, bucket.height), Image.Resampling.LANCZOS, box=box))

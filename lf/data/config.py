@@ -270,7 +270,8 @@ class Encoding:
     """How videos and pictures become latents, and captions embeddings."""
 
     pipeline: str = attrs.field(validator=min_len(1))
-    """Folder of a diffusers pipeline, whose `vae`, `text_encoder` and `tokenizer` encode."""
+    """Folder of a diffusers pipeline, whose `vae`, `text_encoder`, `tokenizer` and, where it has some, `image_encoder`
+    and processors encode."""
     sizes: tuple[str, ...] = attrs.field(default=("480x832", "832x480", "640x640"), validator=min_len(1))
     """HEIGHTxWIDTH of the buckets. A medium goes to the one of the nearest shape, and is cut in the middle."""
     frames: tuple[int, ...] = attrs.field(default=(81,), validator=min_len(1))
@@ -280,7 +281,8 @@ class Encoding:
     text: int = attrs.field(default=0, validator=ge(0))
     """Most embeddings of a caption: the model's `text`; 0 takes that of the encoder's family."""
     condition: bool = False
-    """Whether rows get what Wan I2V reads beside the latents: which frames are given, and the first frame's latent."""
+    """Whether rows get what Wan I2V reads beside the latents: which frames are given, the first frame's latent and,
+    where the pipeline has an `image_encoder` (Wan2.1), that frame's embeddings."""
     enlarge: bool = False
     """Whether media smaller than their bucket are made larger."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -312,7 +314,7 @@ class MediaData(DataConfig):
     """Videos and pictures that are encoded when a row is read: for data that is seen once, or on a device to spare."""
 
     path: str = attrs.field(validator=min_len(1))
-    """Folder of media with a .txt beside each, or a .jsonl of `media` and `caption`."""
+    """Folder of media with a .txt beside each, or a .jsonl of `media`, `caption` and perhaps `references`."""
     encoding: Encoding
     """How they are encoded."""
     given: int = attrs.field(default=0, validator=ge(0))

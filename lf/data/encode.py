@@ -1,16 +1,12 @@
-"""Latents of media and embeddings of captions, by diffusers' VAEs and transformers' text encoders (extra `diffusion`).
+"""Latents of media, by diffusers' VAEs (extra `diffusion`): the `vae/` of a pipeline. Weights are safetensors alone.
 
-An encoder is the folder of a diffusers pipeline: `vae/`, `text_encoder/`, `tokenizer/`. Weights are safetensors alone.
-
-Shapes: F frames, H height, W width of a medium; C channels, f frames, y rows, x columns of a latent; L length, D width
-of a text.
+Shapes: F frames, H height, W width of a medium; C channels, f frames, y rows, x columns of a latent.
 """
 
 import hashlib
-import html
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VAES = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
-QWEN_PROMPT = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-"""What Qwen-Image is told around a caption (arXiv:2508.02324); the embeddings of what stands before it are dropped."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -49,26 +40,6 @@ class Vae:
     def channels(self) -> int:
         """Channels of a latent."""
         return len(self.mean)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Texts:
-    """An encoder of captions."""
-
-    ids: Callable[[str], list[int]]
-    """Returns the tokens of a caption, with what is said around it."""
-    run: Callable[[list[int]], Tensor]
-    """Returns the embeddings [L, D] of tokens."""
-    dropped: int
-    """How many embeddings in front are left out."""
-    empty: str
-    """The empty caption, as the family's pipeline has it."""
-    width: int
-    """D."""
-    most: int
-    """Most embeddings of a caption that the family's models take."""
-    digest: str
-    """sha256 of config, weights and tokenizer."""
 
 
 def digest_of(*folders: Path) -> str:
@@ -185,70 +156,3 @@ def first_frame_condition(vae: Vae, pixels_FHWC: NDArray[np.uint8]) -> Tensor:
     mask = torch.zeros(vae.temporal, *latent.shape[1:])
     mask[:, 0] = 1.0
     return torch.cat((mask, latent))
-
-
-def clean(caption: str) -> str:
-    """Returns a caption as Wan's pipelines clean it: HTML entities resolved, white space single."""
-    return " ".join(html.unescape(html.unescape(caption)).split())
-
-
-def open_texts(pipeline: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Texts:
-    """Returns the text encoder of a pipeline, frozen; raises ValueError for one that lf does not know or is broken."""
-    folder, words = pipeline / "text_encoder", pipeline / "tokenizer"
-    kind = stated(folder).get("model_type")
-    known = {"umt5": "UMT5EncoderModel", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
-    if kind not in known:
-        raise ValueError(f"{folder / 'config.json'} states model_type {kind!r}; lf encodes with {', '.join(known)}")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(f"texts are encoded by transformers, which is missing ({error}); install lf[hf]") from error
-    try:
-        model = getattr(transformers, known[kind]).from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(words, local_files_only=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{pipeline} has no whole text_encoder and tokenizer ({error}); fetch them again") from error
-    model.requires_grad_(False).eval().to(device)
-    qwen = kind == "qwen2_5_vl"
-
-    def ids(caption: str) -> list[int]:
-        return list(tokenizer(QWEN_PROMPT.format(caption) if qwen else clean(caption)).input_ids)
-
-    @torch.no_grad()
-    def run(tokens: list[int]) -> Tensor:
-        given = torch.tensor([tokens], device=device)
-        if qwen:
-            made = model(input_ids=given, attention_mask=torch.ones_like(given), output_hidden_states=True)
-            return made.hidden_states[-1][0].cpu()
-        return model(input_ids=given, attention_mask=torch.ones_like(given)).last_hidden_state[0].cpu()
-
-    return Texts(
-        ids=ids,
-        run=run,
-        dropped=len(tokenizer(QWEN_PROMPT.partition("{}")[0]).input_ids) if qwen else 0,
-        empty=" " if qwen else "",
-        width=int(model.config.get_text_config().hidden_size) if qwen else int(model.config.d_model),
-        most=1024 if qwen else 512,
-        digest=digest_of(folder, words),
-    )
-
-
-def check_caption(texts: Texts, name: str, caption: str, most: int) -> list[int]:
-    """Returns the tokens of a caption; raises ValueError where it has more than `most` embeddings."""
-    tokens = texts.ids(caption)
-    if len(tokens) - texts.dropped > most:
-        raise ValueError(
-            f"{name}: its caption has {len(tokens) - texts.dropped} embeddings, and the model takes {most}; shorten "
-            f"it: {caption[:60]!r} ..."
-        )
-    return tokens
-
-
-def encode_caption(texts: Texts, name: str, caption: str, most: int) -> Tensor:
-    """Returns the embeddings [L, D] of a caption, without padding."""
-    made = texts.run(check_caption(texts, name, caption, most))[texts.dropped :]
-    if not len(made):
-        raise ValueError(f"{name}: the tokenizer makes nothing of {caption!r}; write a caption of words")
-    return made

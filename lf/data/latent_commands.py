@@ -16,7 +16,7 @@ class Latents(Encoding):
     """Encodes videos and pictures with captions into a cache of latents; a killed run goes on where it was."""
 
     src: Annotated[Place, tyro.conf.arg(metavar="SRC")]
-    """Folder of media with a .txt beside each, or a .jsonl of `media` and `caption`."""
+    """Folder of media with a .txt beside each, or a .jsonl of `media`, `caption` and perhaps `references`."""
     dst: Annotated[Place, tyro.conf.arg(metavar="DST")]
     """Folder to write, new, empty or begun."""
     shard_mb: float = attrs.field(default=500.0, validator=attrs.validators.gt(0.0))

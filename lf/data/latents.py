@@ -2,8 +2,9 @@
 
 A cache is a folder of `plan.json` (what is encoded, and by what), `empty.safetensors`, `rows-00000.safetensors` and so
 on and, when all is there, `index.json`. Row n of the cache has the tensors `n.latents`, `n.text` and perhaps
-`n.condition`; the header of a shard says, as JSON, what its rows are. A shard appears whole, by one rename, so a killed
-run goes on behind the last one.
+`n.condition`, `n.image`, `n.references.0` and so on; an edit has its own `n.empty`, as its pictures are in it. The
+header of a shard says, as JSON, what its rows are. A shard appears whole, by one rename, so a killed run goes on behind
+the last one.
 """
 
 import functools
@@ -20,28 +21,50 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lf.data.cache import key_of
-from lf.data.clips import Buckets, Planned, check_buckets, find_media, parse_sizes, plan_media, read_frames
+from lf.data.clips import (
+    Buckets,
+    Planned,
+    check_buckets,
+    find_media,
+    parse_sizes,
+    plan_media,
+    read_frames,
+    read_picture,
+)
 from lf.data.config import Encoding, LatentData, MediaData
 from lf.data.encode import (
-    Texts,
     Vae,
-    check_caption,
     digest_of,
-    encode_caption,
     encode_pixels,
     first_frame_condition,
-    open_texts,
     open_vae,
     scaling,
     stated,
     strides,
 )
+from lf.data.encode_image import Images, images_digest, open_images
+from lf.data.encode_text import (
+    Pixels,
+    Texts,
+    check_caption,
+    encode_caption,
+    open_texts,
+    resize_picture,
+    resized_to,
+    texts_digest,
+)
 from lf.plan.order import permutation
 from lf.storage import locked, sync
 
 PLAN, INDEX, EMPTY = "plan.json", "index.json", "empty.safetensors"
-FORMAT = 1
+FORMAT = 2
+REFERENCE_AREA = 1024 * 1024
+"""Pixels, about, of a reference before it becomes a latent, as in diffusers' pipelines."""
 
+_SIZES = ("channels", "condition_channels", "text_dim", "image_dim")
+"""Facts that a model must agree with."""
+_MAKERS = ("vae", "text_encoder", "image_encoder")
+"""Facts that say what made a cache."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,6 +76,8 @@ class Encoder:
     """Of latents."""
     texts: Texts
     """Of captions."""
+    images: Images | None
+    """Of first frames, where they are asked for and the pipeline has one."""
     cfg: Encoding
     """How."""
 
@@ -67,33 +92,50 @@ class Encoder:
         return {
             "vae": self.vae.digest,
             "text_encoder": self.texts.digest,
+            "image_encoder": self.images.digest if self.images else "",
             "mean": self.vae.mean.flatten().tolist(),
             "std": self.vae.std.flatten().tolist(),
             "channels": self.vae.channels,
             "condition_channels": self.vae.temporal + self.vae.channels if self.cfg.condition else 0,
             "text_dim": self.texts.width,
+            "image_dim": self.images.width if self.images else 0,
             "text": self.most,
             "dtype": self.cfg.dtype,
         }
 
     def row(self, planned: Planned) -> dict[str, Tensor]:
-        """Returns `latents` [C, F, Y, X], `text` [L, D] and, where it is asked for, `condition` of a medium."""
-        pixels = read_frames(planned)
+        """Returns the tensors of a medium, as a cache has them."""
+        media, pixels = planned.media, read_frames(planned)
+        pictures = [read_picture(path) for path in media.references]
         made = {
             "latents": encode_pixels(self.vae, pixels),
-            "text": encode_caption(self.texts, planned.media.name, planned.media.caption, self.most),
+            "text": encode_caption(self.texts, media.name, media.caption, self.most, pictures),
         }
         if self.cfg.condition:
             made["condition"] = first_frame_condition(self.vae, pixels)
+        if self.images:
+            made["image"] = self.images.run(pixels[0])
+        if pictures:
+            made["empty"] = encode_caption(self.texts, media.name, self.texts.empty, self.most, pictures)
+        for number, picture in enumerate(pictures):
+            made[f"references.{number}"] = encode_reference(self.vae, picture)
         for name, tensor in made.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{planned.media.path}: its {name} are not finite; leave it out")
         return {name: tensor.to(_DTYPES[self.cfg.dtype]).contiguous() for name, tensor in made.items()}
 
     def empty(self) -> Tensor:
-        """Returns the embeddings [E, D] of the empty caption."""
+        """Returns the embeddings [E, D] of the empty caption; none where those of a row hold its pictures."""
+        if self.texts.edit:
+            return torch.zeros(0, self.texts.width, dtype=_DTYPES[self.cfg.dtype])
         made = encode_caption(self.texts, "the empty caption", self.texts.empty, self.most)
         return made.to(_DTYPES[self.cfg.dtype]).contiguous()
+
+
+def encode_reference(vae: Vae, picture_HW3: Pixels) -> Tensor:
+    """Returns the latent [C, 1, Y, X] of a picture that an edit starts from."""
+    size = resized_to(REFERENCE_AREA, picture_HW3.shape[:2])
+    return encode_pixels(vae, resize_picture(picture_HW3, size)[None])
 
 
 def open_encoder(cfg: Encoding) -> Encoder:
@@ -103,7 +145,8 @@ def open_encoder(cfg: Encoding) -> Encoder:
     check_buckets(_buckets(cfg), *strides(config))
     scaling(config, folder / "vae" / "config.json")
     vae = open_vae(folder / "vae", cfg.device)
-    return Encoder(vae=vae, texts=open_texts(folder, cfg.device, _DTYPES[cfg.text_dtype]), cfg=cfg)
+    images = open_images(folder, cfg.device) if cfg.condition else None
+    return Encoder(vae=vae, texts=open_texts(folder, cfg.device, _DTYPES[cfg.text_dtype]), images=images, cfg=cfg)
 
 
 def _buckets(cfg: Encoding) -> Buckets:
@@ -112,10 +155,15 @@ def _buckets(cfg: Encoding) -> Buckets:
 
 def plan(source: Path, encoder: Encoder) -> tuple[Planned, ...]:
     """Returns what is to be encoded, checked before anything is: every medium, its bucket, and its caption's length."""
-    media = find_media(source)
-    for one in media:
-        check_caption(encoder.texts, one.name, one.caption, encoder.most)
-    return plan_media(media, _buckets(encoder.cfg))
+    planned = plan_media(find_media(source), _buckets(encoder.cfg))
+    for one in planned:
+        check_planned(encoder.texts, one, encoder.most)
+    return planned
+
+
+def check_planned(texts: Texts, one: Planned, most: int) -> list[int]:
+    """Returns the tokens of a medium's caption and references; raises ValueError as `check_caption`."""
+    return check_caption(texts, one.media.name, one.media.caption, most, one.references)
 
 
 def write_cache(
@@ -159,7 +207,7 @@ def write_cache(
 
 def _keep_plan(folder: Path, planned: Sequence[Planned], facts: Mapping[str, Any]) -> None:
     """Writes what a cache is of, or raises ValueError where the folder is of something else."""
-    rows = [[one.media.name, one.media.caption, one.fps, *attrs.astuple(one.bucket)] for one in planned]
+    rows = [[*one.media.told, one.fps, *attrs.astuple(one.bucket)] for one in planned]
     told = {"format": FORMAT, "facts": dict(facts), "rows": len(rows), "media": key_of(rows)}
     file = folder / PLAN
     if not file.exists():
@@ -195,8 +243,7 @@ def _grouped(
 
 def _record(one: Planned, made: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        "id": one.media.name,
-        "caption": one.media.caption,
+        **dict(zip(("id", "caption", "references"), one.media.told, strict=True)),
         "fps": one.fps,
         "bucket": [one.bucket.frames, one.bucket.height, one.bucket.width],
         "shapes": {name: list(tensor.shape) for name, tensor in made.items()},
@@ -255,7 +302,7 @@ class LatentRows:
     place: tuple[int, ...]
     """File of each row of the whole cache."""
     empty: Tensor
-    """[E, D] the empty caption."""
+    """[E, D] the empty caption of rows that have none of their own."""
     facts: Mapping[str, Any]
     """What made the cache."""
     given: int
@@ -277,20 +324,24 @@ class LatentRows:
         return _row(tensors, record["id"], record["caption"], self.empty, self.given)
 
     def describe(self) -> dict[str, int]:
-        """Returns `rows`, `channels`, `condition_channels`, `text_dim`, `text_length`, `encoder` and `content`."""
+        """Returns `rows`, `text_length`, `given`, `references`, `encoder`, `content` and the sizes of `_SIZES`."""
         longest = max((record["shapes"]["text"][0] for _, record in self.rows), default=0)
         return {
             "rows": len(self),
-            **{name: self.facts[name] for name in ("channels", "condition_channels", "text_dim")},
+            **{name: self.facts[name] for name in _SIZES},
             "text_length": max(longest, len(self.empty)),
-            "encoder": _number(self.facts["vae"], self.facts["text_encoder"]),
+            "given": self.given,
+            "references": max((len(record["references"]) for _, record in self.rows), default=0),
+            "encoder": _number(*(self.facts[name] for name in _MAKERS)),
             "content": self.digest,
         }
 
 
 def _row(tensors: Mapping[str, Tensor], name: str, caption: str, empty: Tensor, given: int) -> dict[str, Any]:
-    frames = tensors["latents"].shape[1]
-    return {**tensors, "empty": empty, "given": given if frames > 1 else 0, "caption": caption, "id": name}
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("references.")}
+    references = [tensors[f"references.{number}"] for number in range(len(tensors) - len(kept))]
+    given = given if tensors["latents"].shape[1] > 1 else 0
+    return {"empty": empty, **kept, "references": references, "given": given, "caption": caption, "id": name}
 
 
 def _number(*values: str) -> int:
@@ -344,10 +395,9 @@ def _check_maker(cfg: LatentData, facts: Mapping[str, Any], where: str) -> None:
     if not cfg.pipeline:
         return
     pipeline = Path(cfg.pipeline).expanduser()
-    own = {
-        "vae": digest_of(pipeline / "vae"),
-        "text_encoder": digest_of(pipeline / "text_encoder", pipeline / "tokenizer"),
-    }
+    own = {"vae": digest_of(pipeline / "vae"), "text_encoder": texts_digest(pipeline)}
+    if facts["image_encoder"]:
+        own["image_encoder"] = images_digest(pipeline)
     for name, value in own.items():
         if facts[name] != value:
             raise ValueError(
@@ -403,7 +453,7 @@ class MediaRows:
     encoder: Encoder
     """What encodes it."""
     empty: Tensor
-    """[E, D] the empty caption."""
+    """[E, D] the empty caption of rows that have none of their own."""
     given: int
     """Frames that are given."""
     seed: int
@@ -420,14 +470,16 @@ class MediaRows:
 
     def describe(self) -> dict[str, int]:
         """Returns facts as `LatentRows` does; `content` is of names, captions and buckets."""
-        facts = self.encoder.facts
-        rows = [[one.media.name, one.media.caption, *attrs.astuple(one.bucket)] for one in self.planned]
+        facts, texts = self.encoder.facts, self.encoder.texts
+        rows = [[*one.media.told, *attrs.astuple(one.bucket)] for one in self.planned]
+        tokens = (check_planned(texts, one, self.encoder.most) for one in self.planned)
         return {
             "rows": len(self),
-            **{name: facts[name] for name in ("channels", "condition_channels", "text_dim")},
-            "text_length": max(len(self.encoder.texts.ids(one.media.caption)) for one in self.planned)
-            - self.encoder.texts.dropped,
-            "encoder": _number(facts["vae"], facts["text_encoder"]),
+            **{name: facts[name] for name in _SIZES},
+            "text_length": max(map(len, tokens)) - texts.dropped,
+            "given": self.given,
+            "references": max(len(one.references) for one in self.planned),
+            "encoder": _number(*(facts[name] for name in _MAKERS)),
             "content": _number(key_of(rows), facts["dtype"]),
         }
 

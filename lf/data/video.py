@@ -53,6 +53,8 @@ class VideoIndex:
     """Pixels from left to right."""
     codec: str
     """Name of the codec."""
+    pixel: Fraction
+    """Width of a pixel over its height, as the file states it."""
 
     @property
     def seconds(self) -> NDArray[np.float64]:
@@ -81,7 +83,12 @@ def index_video(path: Path) -> VideoIndex:
             pts = np.array(sorted(tick for tick, cut in packets if tick is not None and not cut), np.int64)
             codec = stream.codec_context
             found = VideoIndex(
-                pts=pts, unit=Fraction(stream.time_base), height=codec.height, width=codec.width, codec=codec.name
+                pts=pts,
+                unit=Fraction(stream.time_base),
+                height=codec.height,
+                width=codec.width,
+                codec=codec.name,
+                pixel=Fraction(stream.sample_aspect_ratio or 1),
             )
             stated = stream.frames
     except av.error.FFmpegError as error:
@@ -134,7 +141,8 @@ class Decoder:
     def frame(self, pts: int) -> Pixels:
         """Returns the frame [H, W, 3] (RGB) whose presentation time is `pts` ticks.
 
-        Colours are those of FFmpeg's own conversion. Raises ValueError with the path where there is no such frame.
+        Colours are those of FFmpeg's own conversion; it is as the file stores it, not turned by `turns`. Raises
+        ValueError with the path where there is no such frame.
         """
         try:
             if self._last is None or pts <= self._last or self._is_far(pts):
@@ -151,6 +159,27 @@ class Decoder:
             raise ValueError(f"{self.path}: the frame at tick {pts} cannot be decoded ({error})") from error
         self._last = None
         raise ValueError(f"{self.path} has no frame at tick {pts}; check the dataset, and fetch the file again")
+
+    def turns(self) -> int:
+        """Returns by how many quarters, counterclockwise, the file says that frames are to be turned.
+
+        Raises ValueError with the path for another angle, and for mirrored frames. The decoder stands at no frame
+        afterwards.
+        """
+        try:
+            self._file.seek(0, stream=self._stream)
+            first = next(self._file.decode(self._stream))
+        except (self._av.error.FFmpegError, StopIteration) as error:
+            raise ValueError(f"{self.path}: its first frame cannot be decoded ({error}); fetch it again") from error
+        self._last = None
+        matrix = first.side_data.get("DISPLAYMATRIX")
+        right, down, left, up = (1, 0, 0, 1) if matrix is None else np.frombuffer(bytes(matrix), np.int32)[[0, 1, 3, 4]]
+        if first.rotation % 90 or float(right) * float(up) < float(down) * float(left):
+            raise ValueError(
+                f"{self.path} is to be shown mirrored or turned by {first.rotation} degrees; lf turns by quarters: "
+                "encode it upright"
+            )
+        return first.rotation // 90 % 4
 
     def _is_far(self, pts: int) -> bool:
         """Returns whether a key frame before `pts` is so far ahead that decoding from it is shorter than going on."""

@@ -39,14 +39,14 @@ class Media(How):
     """Cache of latents whose row `row` says caption and size instead of a prompt."""
     row: int = attrs.field(default=0, validator=ge(0))
     """Row of the cache."""
-    size: str = "480x832"
-    """HEIGHTxWIDTH in pixels."""
+    size: str = ""
+    """HEIGHTxWIDTH in pixels; empty is 480x832, and for an edit the shape of the last picture in about 1024x1024."""
     frames: int = attrs.field(default=1, validator=ge(1))
     """Frames, 4k + 1; 1 makes a picture."""
     fps: float = attrs.field(default=16.0, validator=gt(0.0))
     """Frames a second of the video that is written."""
-    image: Path | None = None
-    """First frame of the video (Wan2.2 I2V and TI2V)."""
+    image: tuple[Path, ...] = ()
+    """First frame of the video (Wan I2V and TI2V), or the pictures that an edit starts from (Qwen-Image-Edit)."""
     low: Path | None = None
     """Run folder or transformer of the expert of times below `boundary` (Wan2.2 A14B); a pipeline has its own."""
     out: Path = Path("sample.png")
@@ -117,22 +117,41 @@ def _check_out(args: Media) -> None:
 
 def _asked(args: Media, cfg: LatentModel, device: str) -> tuple[dict[str, Any], Callable[[Tensor], Any] | None]:
     """Returns the row that asks for the sample, and what decodes it."""
-    from lf.data.encode import decode_latent, encode_caption, open_texts, open_vae
+    from lf.data.encode import decode_latent, open_vae
 
     vae = open_vae(args.pipeline / "vae", device) if args.pipeline is not None else None
     decode = None if vae is None else lambda latent: decode_latent(vae, latent)
     if args.cache is not None:
         return _cached(args, args.cache), decode
+    assert vae is not None
+    return _told(args, cfg, vae, device), decode
+
+
+def _told(args: Media, cfg: LatentModel, vae: Any, device: str) -> dict[str, Any]:
+    """Returns the row of a prompt and of the pictures beside it."""
+    from lf.data.clips import read_picture
+    from lf.data.encode_text import encode_caption, open_texts
+    from lf.data.latents import encode_reference
+
     assert args.pipeline is not None
-    texts = open_texts(args.pipeline, device)
+    texts, most = open_texts(args.pipeline, device), cfg.space.text
+    pictures = [read_picture(path) for path in args.image] if texts.edit else []
     row = {
-        "text": encode_caption(texts, "--prompt", args.prompt, cfg.space.text),
-        "empty": encode_caption(texts, "the empty caption", texts.empty, cfg.space.text),
+        "text": encode_caption(texts, "--prompt", args.prompt, most, pictures),
+        "empty": encode_caption(texts, "the empty caption", texts.empty, most, pictures),
         "id": "sample",
-        **_room(args, cfg, vae),
     }
-    del texts
-    return row, decode
+    if texts.edit:
+        latents = torch.zeros(_shape(args, vae, _like(pictures[-1])))
+        return {**row, "latents": latents, "references": [encode_reference(vae, one) for one in pictures]}
+    return {**row, **_room(args, cfg, vae, device)}
+
+
+def _like(picture: Any) -> str:
+    from lf.data.encode_text import resized_to
+    from lf.data.latents import REFERENCE_AREA
+
+    return "x".join(map(str, resized_to(REFERENCE_AREA, picture.shape[:2])))
 
 
 def _cached(args: Media, cache: Path) -> dict[str, Any]:
@@ -145,35 +164,43 @@ def _cached(args: Media, cache: Path) -> dict[str, Any]:
     return rows.row(0, args.row)
 
 
-def _room(args: Media, cfg: LatentModel, vae: Any) -> dict[str, Any]:
+def _shape(args: Media, vae: Any, size: str) -> tuple[int, int, int, int]:
+    """Returns the shape of latents of the size that is asked, or else of `size`."""
+    from lf.data.clips import Buckets, check_buckets, parse_sizes
+
+    ((height, width),) = sizes = parse_sizes([args.size or size])
+    check_buckets(Buckets(sizes=sizes, frames=(args.frames,), fps=0.0, enlarge=True), vae.spatial, vae.temporal)
+    return vae.channels, (args.frames - 1) // vae.temporal + 1, height // vae.spatial, width // vae.spatial
+
+
+def _room(args: Media, cfg: LatentModel, vae: Any, device: str) -> dict[str, Any]:
     """Returns latents of the size that is asked, and what the first frame gives."""
     import numpy as np
 
-    from lf.data.clips import Bucket, Buckets, Planned, check_buckets, parse_sizes, read_frames
-    from lf.data.clips import Media as Medium
+    from lf.data.clips import Bucket, fit_picture, read_picture
     from lf.data.encode import encode_pixels, first_frame_condition
+    from lf.data.encode_image import open_images
 
-    ((height, width),) = parse_sizes([args.size])
-    buckets = Buckets(sizes=((height, width),), frames=(args.frames,), fps=0.0, enlarge=True)
-    check_buckets(buckets, vae.spatial, vae.temporal)
-    shape = (vae.channels, (args.frames - 1) // vae.temporal + 1, height // vae.spatial, width // vae.spatial)
-    row: dict[str, Any] = {"latents": torch.zeros(shape)}
+    row: dict[str, Any] = {"latents": torch.zeros(_shape(args, vae, "480x832"))}
     space = cfg.space
-    if space.image_dim:
-        raise ValueError("this model reads embeddings of its first frame (Wan2.1 I2V): give a --cache that has them")
-    if args.image is None and not space.condition:
+    if not args.image and not space.condition:
         return row
-    if args.image is None or not (space.condition or space.given):
-        told = "needs a first frame: give --image" if args.image is None else "takes no first frame: leave out --image"
-        raise ValueError(f"the model {told}")
-    bucket = Bucket(frames=1, height=height, width=width)
-    medium = Medium(name=args.image.name, path=args.image, caption="")
-    first = read_frames(Planned(media=medium, bucket=bucket, pts=(), fps=0.0))
-    if space.condition:
-        clip = np.concatenate([first, np.zeros((args.frames - 1, *first.shape[1:]), np.uint8)])
-        return {**row, "condition": first_frame_condition(vae, clip)}
-    row["latents"][:, :1] = encode_pixels(vae, first)
-    return {**row, "given": 1}
+    if len(args.image) != 1 or not (space.condition or space.given):
+        takes = "takes one first frame: give one --image" if space.condition or space.given else "takes no first frame"
+        raise ValueError(f"the model {takes}, and {len(args.image)} are given")
+    height, width = (n * vae.spatial for n in row["latents"].shape[2:])
+    first = fit_picture(read_picture(args.image[0]), Bucket(frames=1, height=height, width=width))[None]
+    if not space.condition:
+        row["latents"][:, :1] = encode_pixels(vae, first)
+        return {**row, "given": 1}
+    clip = np.concatenate([first, np.zeros((args.frames - 1, *first.shape[1:]), np.uint8)])
+    row["condition"] = first_frame_condition(vae, clip)
+    if not space.image_dim:
+        return row
+    images = open_images(cast(Path, args.pipeline), device)
+    if images is None:
+        raise ValueError(f"the model reads embeddings of its first frame, and {args.pipeline} has no image_encoder")
+    return {**row, "image": images.run(first[0])}
 
 
 def _write(args: Media, latent: Tensor, decode: Callable[[Tensor], Any] | None) -> None:

@@ -161,8 +161,10 @@ def filled(batch: spec.Batch, pieces: int) -> spec.Batch:
         added |= longer(name, more)
     for name, count in (("text", text), ("image", 1), ("time", 1)):
         added |= longer(name, count)
+    # Which captions are dropped is settled, so nobody asks for the empty one any more.
+    rest = {name: value for name, value in batch.items() if name not in ("empty", "empties")}
     return {
-        **batch,
+        **rest,
         **added,
         "packing": attrs.evolve(
             packing,

@@ -114,6 +114,10 @@ class Sampling:
     """Weight of the caption against the empty one (arXiv:2207.12598); 1 needs no empty caption."""
     shift: Shift = ConstantShift(factor=5.0)
     """How the times of the steps move towards noise."""
+    terminal: float = attrs.field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    """Time that the last step starts from, to which the others are stretched; 0 leaves them."""
+    keep_norm: bool = False
+    """Whether the guided velocity of a token is as long as that with the caption."""
 
 
 def high_part(flow: Flow, boundary: float) -> Flow:
@@ -227,7 +231,11 @@ def noisy(data: Tensor, noise: Tensor, time: Tensor) -> Tensor:
 def schedule(sampling: Sampling, tokens: int) -> tuple[float, ...]:
     """Returns the times of Euler steps, from 1 to 0, for samples of so many tokens."""
     factor = shift_factor(sampling.shift, tokens)
-    return tuple(shifted(1.0 - i / sampling.steps, factor) for i in range(sampling.steps + 1))
+    times = [shifted(1.0 - i / sampling.steps, factor) for i in range(sampling.steps)]
+    if sampling.terminal and len(times) > 1:
+        stretch = (1.0 - sampling.terminal) / (1.0 - times[-1])
+        times = [1.0 - (1.0 - time) * stretch for time in times]
+    return (*times, 0.0)
 
 
 def time_embedding(time: Tensor, width: int) -> Tensor:

@@ -5,7 +5,8 @@ A row of data, whatever its size, has
     latents      [C, F, Y, X], fp32 or bf16: what is to be made, normalised with the mean and std of the VAE's config
     text         [L, D], fp32 or bf16: the caption as the text encoder gives it
     text_length  how many of the L embeddings are no padding; left out, all of them
-    empty        [E, D]: the empty caption, the same in all rows; needed to drop captions and for guidance
+    empty        [E, D]: the empty caption, beside the row's references where a caption is; needed to drop captions and
+                 for guidance
     condition    [Cc, F, Y, X]: channels beside the latents (Wan I2V: mask and first frame), where the model has some
     image        [I, Di]: embeddings of the first frame (Wan2.1 I2V), where the model has some
     given        how many frames of the latents are given, clean and not trained (Wan2.2 TI2V: 1 for I2V); left out, 0
@@ -14,10 +15,11 @@ A row of data, whatever its size, has
     id           the sample's id
 
 and a batch packs them without padding: `latents` [T, P*C] with the tokens of every latent and reference, `noised` [T]
-(which of them the loss is about), `text` [K, D], `condition`, `image` and `empty` where there are some, the `packing`
-that says where samples begin, `clean` (which runs of tokens have time 0), `real` (which samples count), `samples` (how
-many do), `ids`, and `count`, its tokens. `draw` adds `noise` [T, P*C], `sigma` [T, 1] (each token's share of noise),
-`time` [R] (each run's) and `weight` [T], and gives the samples whose captions are dropped the empty one.
+(which of them the loss is about), `text` [K, D], `condition`, `image` and `empty` where there are some (with the
+lengths `empties`), the `packing` that says where samples begin, `clean` (which runs of tokens have time 0), `real`
+(which samples count), `samples` (how many do), `ids`, and `count`, its tokens. `draw` adds `noise` [T, P*C], `sigma`
+[T, 1] (each token's share of noise), `time` [R] (each run's) and `weight` [T], and gives the samples whose captions are
+dropped the empty one.
 
 Shapes: T tokens, P patch size, C channels, F frames, Y rows, X columns, K text tokens, R runs of tokens of one time.
 """
@@ -36,6 +38,8 @@ from lf.models import spec
 from lf.models.diffusion.flow import Flow, Sampling, noisy, schedule, time_of, weight_of
 from lf.models.diffusion.packed import Grid, Packing, grid_of, patchify, unpatchify
 from lf.models.initialise import seed_of
+
+_LEAST_NORM = 1e-12
 
 
 @attrs.frozen(kw_only=True)
@@ -134,7 +138,7 @@ def _(cfg: LatentModel, model: nn.Module, batch: spec.Batch) -> tuple[Tensor, ..
     """Returns the latent [C, F, Y, X] of each row, by Euler steps from its noise."""
     packing: Packing = batch["packing"]
     noised, x = batch["noised"][:, None], noisy(batch["latents"], batch["noise"], batch["noised"][:, None].float())
-    ways = [schedule(cfg.sampling, tokens) for tokens in packing.lengths]
+    ways = [schedule(cfg.sampling, math.prod(grids[0])) for grids in packing.grids]
     for i in range(cfg.sampling.steps):
         now, then = ([way[at] for way in ways] for at in (i, i + 1))
         step = torch.tensor([b - a for a, b in zip(now, then, strict=True)], dtype=torch.float32, device=x.device)
@@ -160,7 +164,10 @@ def velocity(cfg: LatentModel, model: nn.Module, batch: spec.Batch, tokens: Tens
             "rows with `empty`, or set guidance to 1"
         )
     untold = run(model, _with_captions(batch, (True,) * len(batch["ids"])), tokens, time)
-    return untold + cfg.sampling.guidance * (told - untold)
+    guided = untold + cfg.sampling.guidance * (told - untold)
+    if not cfg.sampling.keep_norm:
+        return guided
+    return guided * (told.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True).clamp_min(_LEAST_NORM))
 
 
 def latents_of(space: Space, packing: Packing, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -177,16 +184,11 @@ def latent_batch(space: Space, rows: Sequence[Mapping[str, Any] | None]) -> spec
     Raises ValueError with the row's id for what the model cannot take.
     """
     made = [_row(space, _blank(space) if row is None else row) for row in rows]
-    empties = [row["empty"] for row in made if "empty" in row]
-    if any(empty.shape != empties[0].shape or not torch.equal(empty, empties[0]) for empty in empties):
-        raise ValueError(
-            f"the rows {', '.join(str(row['id']) for row in rows if row)} have different embeddings of the empty "
-            "caption; cache it once, with the encoder of the captions"
-        )
+    empties = _empties(made, rows)
     names = [name for name in ("latents", "noised", "text", "condition", "image") if name in made[0]]
     return {
         **{name: torch.cat([row[name] for row in made]) for name in names},
-        **({"empty": empties[0]} if empties else {}),
+        **({"empty": torch.cat(empties), "empties": tuple(map(len, empties))} if empties else {}),
         "packing": Packing(
             grids=tuple(row["grids"] for row in made),
             texts=tuple(len(row["text"]) for row in made),
@@ -199,6 +201,19 @@ def latent_batch(space: Space, rows: Sequence[Mapping[str, Any] | None]) -> spec
         "ids": tuple("padding" if row is None else row["id"] for row in rows),
         "count": sum(len(one["latents"]) for one, row in zip(made, rows, strict=True) if row is not None),
     }
+
+
+def _empties(made: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any] | None]) -> list[Tensor]:
+    """Returns the empty caption of each sample, none where the rows have none; a filler's is its text."""
+    without = [str(row["id"]) for one, row in zip(made, rows, strict=True) if row is not None and "empty" not in one]
+    if len(without) == sum(row is not None for row in rows):
+        return []
+    if without:
+        raise ValueError(
+            f"the rows {', '.join(without)} have no `empty`, the embedding of the empty caption, and others of the "
+            "batch have one; cache it with all of them, or with none"
+        )
+    return [one.get("empty", one["text"]) for one in made]
 
 
 def _blank(space: Space) -> dict[str, Any]:
@@ -363,8 +378,8 @@ def _run_times(batch: spec.Batch, times: Sequence[float]) -> Tensor:
 def _with_captions(batch: spec.Batch, dropped: tuple[bool, ...]) -> spec.Batch:
     """Returns the batch whose samples have the empty caption where theirs is dropped."""
     packing: Packing = batch["packing"]
-    own = batch["text"].split(packing.texts)
-    texts = [batch["empty"].to(text) if drop else text for text, drop in zip(own, dropped, strict=True)]
+    own, empty = batch["text"].split(packing.texts), batch["empty"].to(batch["text"]).split(batch["empties"])
+    texts = [untold if drop else text for text, untold, drop in zip(own, empty, dropped, strict=True)]
     return {
         **batch,
         "text": torch.cat(texts),
@@ -375,8 +390,8 @@ def _with_captions(batch: spec.Batch, dropped: tuple[bool, ...]) -> spec.Batch:
 def check_data(cfg: LatentModel, data: Mapping[str, int]) -> None:
     """Raises ValueError where facts of the data are not the model's.
 
-    A source may state `channels` of its latents, `condition_channels`, `text_dim`, `image_dim`, and `text_length`, the
-    most embeddings of a caption; what it does not state is found row by row.
+    A source may state `channels` of its latents, `condition_channels`, `text_dim`, `image_dim`, `text_length`, the most
+    embeddings of a caption, and the most `given` frames and `references`; what it does not state is found row by row.
     """
     space = cfg.space
     wanted = {
@@ -392,6 +407,17 @@ def check_data(cfg: LatentModel, data: Mapping[str, int]) -> None:
         raise ValueError(
             f"model.text = {space.text}, but the data has captions of {data['text_length']} embeddings; shorten them, "
             "or raise model.text"
+        )
+    _check_pictures(space, data)
+
+
+def _check_pictures(space: Space, data: Mapping[str, int]) -> None:
+    if data.get("given") and not space.given:
+        raise ValueError(f"the data gives {data['given']} frames, and the model takes none; set data.given to 0")
+    if data.get("references") and not space.references:
+        raise ValueError(
+            f"the data has up to {data['references']} references, and the model reads none; leave them out, or take an "
+            "edit model"
         )
 
 

@@ -25,6 +25,9 @@ KIND = "QwenImageTransformer2DModel"
 WIDE = ("time.*",)
 """Tensors that compute in float32 in a bfloat16 model."""
 
+EDIT_TEXT = 2048
+"""Most text embeddings of an edit: a picture beside the caption has about 1370."""
+
 _OURS = {
     "layers": "num_layers",
     "heads": "num_attention_heads",
@@ -135,6 +138,7 @@ def from_hf(config: Mapping[str, Any]) -> QwenImage:
         **sizes,
         channels=channels,
         axes=(axes[0], axes[1], axes[2]),
+        text=EDIT_TEXT,
         edit=True,
         clean_references=flag(fields, "zero_cond_t", False),
     )
@@ -166,7 +170,7 @@ def _(cfg: QwenImage) -> WeightMap:
 
 
 qwen_image = QwenImage()
-qwen_image_edit = attrs.evolve(qwen_image, edit=True)
+qwen_image_edit = attrs.evolve(qwen_image, edit=True, text=EDIT_TEXT)
 qwen_image_edit_2509 = qwen_image_edit
 qwen_image_edit_2511 = attrs.evolve(qwen_image_edit, clean_references=True)
 qwen_image_tiny = QwenImage(

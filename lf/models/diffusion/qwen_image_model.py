@@ -75,8 +75,10 @@ class QwenImage(LatentModel):
     """Whether references are modulated as of time 0 (Qwen-Image-Edit-2511), not as of the sample's."""
     flow: Flow = Flow(sampler=LogitNormal(), shift=TokenShift(tokens=(256, 8192), log_factor=(0.5, 0.9)))
     """How it is trained to denoise."""
-    sampling: Sampling = Sampling(guidance=4.0, shift=TokenShift(tokens=(256, 8192), log_factor=(0.5, 0.9)))
-    """How samples are made."""
+    sampling: Sampling = Sampling(
+        guidance=4.0, shift=TokenShift(tokens=(256, 8192), log_factor=(0.5, 0.9)), terminal=0.02, keep_norm=True
+    )
+    """How samples are made: as diffusers' pipelines do."""
 
     def __attrs_post_init__(self) -> None:
         if sum(self.axes) != self.head_dim or any(axis % 2 for axis in self.axes):

@@ -4,6 +4,7 @@ Shapes: C channels, F frames, Y rows and X columns of a latent; T tokens, P numb
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -45,7 +46,8 @@ class How:
 def sampling_of(cfg: LatentModel, how: How) -> Sampling:
     """Returns how a model samples, with what `how` changes."""
     own = cfg.sampling
-    return Sampling(
+    return attrs.evolve(
+        own,
         steps=how.steps or own.steps,
         guidance=how.guidance or own.guidance,
         shift=ConstantShift(factor=how.shift) if how.shift else own.shift,
@@ -73,7 +75,7 @@ def sample_row(cfg: LatentModel, models: Sequence[nn.Module], row: dict[str, Any
 
     noised = batch["noised"][:, None]
     x = noisy(batch["latents"], batch["noise"], noised.float())
-    way = schedule(cfg.sampling, packing.lengths[0])
+    way = schedule(cfg.sampling, math.prod(packing.grids[0][0]))
     x = solve(how.solver, field, x, noised, way)
     if not bool(torch.isfinite(x).all()):
         raise ValueError("the sample is not finite; the model's weights are damaged, or its training has diverged")
