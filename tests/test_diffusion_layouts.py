@@ -29,8 +29,8 @@ from tests.workers import Workers
 
 GATE = 5e-6
 """Largest difference over largest reference, in fp32."""
-GATE_BF16 = 5e-3
-"""Of losses and norms in bf16, as on the torch path."""
+GATE_BF16 = 3e-3
+"""Of losses and norms in bf16."""
 
 P = lf.MegatronParallel
 WAN = attrs.evolve(wan_tiny, heads=4, flow=attrs.evolve(wan_tiny.flow, caption_dropout=0.3))
