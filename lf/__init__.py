@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from lf.parallel.config import Hetero as Hetero
     from lf.parallel.config import MegatronParallel as MegatronParallel
     from lf.parallel.config import TorchParallel as TorchParallel
+    from lf.plan.work import Rates as Rates
     from lf.train.config import AdamW as AdamW
+    from lf.train.config import Balance as Balance
     from lf.train.config import Constant as Constant
     from lf.train.config import Cosine as Cosine
     from lf.train.config import Eval as Eval
@@ -57,8 +59,9 @@ _MODULES = {
     ),
     "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("Hetero", "MegatronParallel", "TorchParallel"),
+    "lf.plan.work": ("Rates",),
     "lf.train.config": (
-        *("AdamW", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),
+        *("AdamW", "Balance", "Constant", "Cosine", "Eval", "Linear", "Log", "OptimConfig", "Precision", "Profile"),
         *("Rate", "Run", "Save", "ScheduleConfig", "Sgd", "Wsd"),
     ),
 }

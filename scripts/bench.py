@@ -21,6 +21,7 @@ from scripts.benchmarks.diffusion import DiffusionBench, compare_diffusion
 from scripts.benchmarks.loader import LoaderBench, compare_loader
 from scripts.benchmarks.megatron import Megatron, compare_with_megatron, lf_side
 from scripts.benchmarks.pi05 import Pi05Bench, compare_pi05
+from scripts.benchmarks.rates import RatesBench, measure_rates
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Sizes, Step, head, measure, peer_model, show, summarise
 
 
@@ -121,6 +122,11 @@ def balance(args: tyro.conf.OmitArgPrefixes[BalanceBench]) -> int:
     return compare_balance(args)
 
 
+def rates(args: tyro.conf.OmitArgPrefixes[RatesBench]) -> int:
+    """Measures what each kind of work of a run takes, for `lf.Balance(rates=...)`; returns the exit code."""
+    return measure_rates(args)
+
+
 def diffusion(args: tyro.conf.OmitArgPrefixes[DiffusionBench]) -> int:
     """Compares lf's Wan and Qwen-Image with a plain loop of diffusers' modules; returns the exit code."""
     return compare_diffusion(args)
@@ -132,6 +138,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "pi05": pi05,
     "loader": loader,
     "balance": balance,
+    "rates": rates,
     "diffusion": diffusion,
 }
 

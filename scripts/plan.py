@@ -4,11 +4,13 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 import attrs
 import tyro
 
 from lf.launch import parse
+from lf.models.media import Media
 from lf.plan.estimate import plan
 from lf.plan.speed import Devices, search
 from lf.plan.text import GIB, as_json, render
@@ -28,6 +30,10 @@ class Flags:
     """Memory of a rank in GiB: says what does not fit in it, and the nearest layouts that would. 0 says nothing."""
     length: int = 0
     """Tokens of a row; 0 takes them from the config's data."""
+    images: int = -1
+    """Images of a row; -1 takes those of the config's data, which must then be there."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Frames, rows and columns of patches of each of `images`; an image in several tiles counts as several."""
     cpu: bool = False
     """Whether the ranks are CPUs, whose layers keep more."""
     json: bool = False
@@ -38,8 +44,8 @@ class Flags:
     """What ranks compute and send."""
 
 
-MOST_RANKS, MOST_TOKENS = 2**24, 2**40
-"""Ranks, and tokens of a row, beyond which a number is a slip."""
+MOST_RANKS, MOST_TOKENS, MOST_IMAGES = 2**24, 2**40, 2**16
+"""Ranks, tokens and images of a row, beyond which a number is a slip."""
 
 
 def check(flags: Flags) -> None:
@@ -63,6 +69,13 @@ def check(flags: Flags) -> None:
             f"--length = {flags.length} must be 0 to {MOST_TOKENS}; give the tokens of a row, or 0 to take them from "
             "the config's data"
         )
+    if not -1 <= flags.images <= MOST_IMAGES:
+        raise ValueError(f"--images = {flags.images} must be -1 to {MOST_IMAGES}; give those of a row, or leave it out")
+    if (flags.images > 0) != (min(flags.grid) > 0):
+        raise ValueError(
+            f"--images = {flags.images} with --grid = {flags.grid}: give both, the images of a row and the frames, "
+            "rows and columns of patches of each"
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +88,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         check(flags)
         _, _, run = parse(["--cfg", flags.cfg, *rest, *helps], prog="plan.py")
-        job, memory = job_of(run, flags.world, length=flags.length, cpu=flags.cpu), flags.memory * GIB
+        kind: Literal["image", "video"] = "image" if flags.grid[0] == 1 else "video"
+        media = None if flags.images < 0 else (Media(grids=(flags.grid,), kind=kind),) * flags.images
+        job = job_of(run, flags.world, length=flags.length, media=media, cpu=flags.cpu)
+        memory = flags.memory * GIB
         made, fastest = plan(job), search(job, flags.devices, memory) if flags.search else ()
     except (ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Counts what a real step on this rank holds and sends, for comparison with its plan."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 import lf
 from lf.models import spec
+from lf.models.media import Media
+from lf.models.vision.memory import Alive
+from lf.models.vlm import Vlm
 from tests.cases import megatron
+from tests.vlm_cases import even_rows
 
 SCALARS = 64
 """Bytes of a call up to which it is no traffic: sums of losses, weights and norms."""
@@ -28,6 +32,7 @@ OPS = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "reduce_scatter_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
 }
 """torch's collectives: what they are called in a plan, and which argument has the bytes that count."""
@@ -55,8 +60,10 @@ class Calls(TorchDispatchMode):
             group = next(arg for arg in args if _is_group(arg))
             size = _bytes(args[at])
             # Interleaved stages send through the group of all ranks; sums over other groups are counts of tokens.
-            axis = "pp" if op == "send" else self.names.get(dist.ProcessGroup.unbox(group).group_name, "")
-            if size > SCALARS and axis:
+            axis = self.names.get(dist.ProcessGroup.unbox(group).group_name, "")
+            if op == "send":
+                axis = "pp" if axis in ("pp", "world") else "replica"
+            if size > SCALARS and axis not in ("", "world") and not _is_object(args[at]):
                 entry = self.found.setdefault((axis, op), [0, 0])
                 entry[0] += 1
                 entry[1] += size
@@ -65,6 +72,11 @@ class Calls(TorchDispatchMode):
 
 def _is_group(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith("c10d.ProcessGroup")
+
+
+def _is_object(value: Any) -> bool:
+    """Returns whether a pickled object is sent."""
+    return any(t.dtype == torch.uint8 for t in tree_leaves(value))
 
 
 def _bytes(value: Any) -> int:
@@ -81,45 +93,44 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 @contextmanager
 def kept_bytes(weights: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
     """Counts the storages that forwards keep at once, most of all times; weights do not count."""
-    import lf.train.megatron_step as step
+    from lf.train import decoupled
+    from lf.train import megatron_step as step
 
     own, alive, most = _storages(weights), weakref.WeakSet[_Kept](), 0
-    original = step.forward
+    forward, begin = step.forward, decoupled.begin
 
     def pack(tensor: Tensor) -> _Kept:
         kept = _Kept(tensor)
         alive.add(kept)
         return kept
 
-    def forward(*args: Any) -> Any:
+    def watched(function: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-            out = original(*args)
+            out = function(*args, **kwargs)
         found = _storages([kept.tensor for kept in alive])
         most = max(most, sum(size for at, size in found.items() if at not in own))
         return out
 
-    step.forward = forward
+    step.forward = functools.partial(watched, forward)
+    decoupled.begin = functools.partial(watched, begin)
     try:
         yield lambda: most
     finally:
-        step.forward = original
+        step.forward, decoupled.begin = forward, begin
 
 
-def counted(run: lf.Run, length: int, documents: int, micro: int) -> dict[str, Any]:
+def counted(run: lf.Run, length: int, documents: int, micro: int, media: tuple[Media, ...] = ()) -> dict[str, Any]:
     """Returns the bytes of parameters, gradients, optimiser and kept activations of one step, and its collectives."""
-    engine, ctx = megatron(run)
-    assert run.model is not None
-    rows, chunks = run.parallel.micro_batch, engine.state.chunks
-    batches = [spec.fake_batch(run.model, rows, length, at) for at in range(micro)]
+    engine, ctx, copy = engine_of(run)
+    chunks, batches = engine.state.chunks, batches_of(run, length, micro, media)
     if documents > 1:
+        rows = run.parallel.micro_batch
         batches = [{**batch, "lengths": (length // documents,) * documents * rows} for batch in batches]
     weights = [p for chunk in chunks for p in chunk.module.parameters()]
-    names = {"tp": "tp", "cp": "cp", "pp": "pp", "dp_cp": "dp", "expt_dp": "expert dp", "ep": "ep", "embd": "ends"}
-    names |= {"expt_tp": "etp", "tp_ep": "etp*ep"}
-    groups = {getattr(ctx.groups, name).group_name: axis for name, axis in names.items() if getattr(ctx.groups, name)}
-    with kept_bytes(weights) as kept, Calls(groups) as calls:
-        engine.step(engine.state, batches)
+    pictures = [batch["patches"] for batch in batches if "patches" in batch]
+    with kept_bytes([*weights, *copy, *pictures]) as kept, Calls(group_names(ctx)) as calls:
+        _, metrics = engine.step(engine.state, batches)
     held = _storages([p.data for p in weights])
     optimizer = engine.state.optimizer.optimizer
     main = [p.data for group in optimizer.param_groups for p in group["params"]]
@@ -127,51 +138,61 @@ def counted(run: lf.Run, length: int, documents: int, micro: int) -> dict[str, A
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
         "elements": sum(p.numel() for p in weights if p.requires_grad),
-        "parameters": sum(held.values()),
+        "parameters": sum(_storages([*(p.data for p in weights), *copy]).values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(t.nbytes for t in state)
         + sum(size for at, size in _storages(main).items() if at not in held and not _inside(at, held)),
         "activations": kept(),
         "traffic": {key: tuple(value) for key, value in calls.found.items()},
+        "media_flops": metrics.media_flops,
     }
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that a block makes and has alive at once, most of all times."""
+def engine_of(run: lf.Run) -> tuple[Any, Any, list[Tensor]]:
+    """Returns the engine and the context of this rank, and the weights of its copy of a tower that encodes apart."""
+    from lf.train import decoupled
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.known = WeakIdKeyDictionary()
-        self.now = self.most = 0
+    made, apart = [], decoupled.apart
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for storage in _each_storage((args, kwargs)):
-            self.known.setdefault(storage, None)
-        out = func(*args, **(kwargs or {}))
-        for storage in _each_storage(out):
-            if storage not in self.known:
-                self.known[storage] = None
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, storage.nbytes())
-        return out
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        made.append(apart(*args, **kwargs))
+        return made[-1]
 
-    def _gone(self, size: int) -> None:
-        self.now -= size
+    decoupled.apart = recorded
+    try:
+        engine, ctx = megatron(run)
+    finally:
+        decoupled.apart = apart
+    return engine, ctx, [p.data for each in made if each.chunk is None for p in each.encoder.parameters()]
 
 
-def _each_storage(tree: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+def batches_of(run: lf.Run, length: int, micro: int, media: tuple[Media, ...]) -> list[spec.Batch]:
+    """Returns micro-batches of random rows; with `media` each row has these."""
+    rows, cfg = run.parallel.micro_batch, run.model
+    assert cfg is not None
+    if not media:
+        return [spec.fake_batch(cfg, rows, length, at) for at in range(micro)]
+    assert isinstance(cfg, Vlm)
+    made = even_rows(cfg, rows * micro, length, media)
+    return [spec.collate(cfg, made[at : at + rows], made[0]) for at in range(0, len(made), rows)]
 
 
-def most_alive(run: lf.Run, length: int, micro: int) -> int:
+def group_names(ctx: Any) -> dict[str, str]:
+    """Returns the axis of each process group of this rank that has several ranks."""
+    names = {"tp": "tp", "cp": "cp", "pp": "pp", "dp_cp": "dp", "expt_dp": "expert dp", "ep": "ep", "embd": "ends"}
+    names |= {"expt_tp": "etp", "tp_ep": "etp*ep", "mp": "mp"}
+    groups = {axis: getattr(ctx.groups, name) for name, axis in names.items() if getattr(ctx.groups, name)}
+    found = {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
+    return {dist.group.WORLD.group_name: "world", **found}  # type: ignore[union-attr]
+
+
+def most_alive(run: lf.Run, length: int, micro: int, media: tuple[Media, ...] = ()) -> int:
     """Returns the most bytes that a step makes and has alive at once; weights, gradients and state do not count."""
     engine, _ = megatron(run)
-    assert run.model is not None
-    batches = [spec.fake_batch(run.model, run.parallel.micro_batch, length, at) for at in range(micro)]
+    batches = batches_of(run, length, micro, media)
     # The first step makes the optimiser's state.
     engine.step(engine.state, batches)
-    with Live() as live:
+    with Alive() as live:
         engine.step(engine.state, batches)
     return live.most
 

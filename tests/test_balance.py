@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -11,16 +12,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lf
+from lf.devices.cpu import cpu
 from lf.models.decoder_facts import decoder_flops
 from lf.models.media import Media, media_flops
 from lf.models.parts import Attention
+from lf.models.spec import Layout
 from lf.models.work import media_work, pack_work, pairs
 from lf.plan.balance import Caps, Item, Spread, by_turns, evenness, groups, lower_bound, spread
-from lf.plan.work import even_rates, fit, seconds
+from lf.plan.work import Rates, even_rates, fit, seconds
 from scripts.benchmarks.balance import TRACES, BalanceBench, compare_balance, compared, greedy
-from tests.cases import DENSE
+from scripts.benchmarks.rates import explained, timed
+from tests.cases import DENSE, ragged, run_of
 from tests.moe_cases import SOFTMAX
 from tests.vlm_cases import MODELS
+
+
+class Listed(list[dict[str, Any]]):
+    """Rows that are a list."""
+
+    def row(self, epoch: int, index: int) -> dict[str, Any]:
+        return self[index]
+
 
 COSTS = st.lists(st.integers(0, 40), min_size=1, max_size=24)
 
@@ -145,7 +158,7 @@ def test_an_image_takes_what_its_tower_does() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_fit_finds_the_rates_of_measured_steps(ranks: int) -> None:
-    true = {"calls": 3e-3, "matrices": 1e-12, "experts": 4e-12, "causal": 6e-12}
+    true = Rates(calls=3e-3, matrices=1e-12, experts=4e-12, causal=6e-12)
     cfgs, rng = [attrs.evolve(DENSE, experts=attrs.evolve(SOFTMAX, top_k=1)), DENSE], np.random.default_rng(1)
     work = [
         [pack_work(cfgs[n % 2], rng.integers(100, 4000, rng.integers(1, 8)).tolist()) for _ in range(ranks)]
@@ -153,9 +166,8 @@ def test_a_fit_finds_the_rates_of_measured_steps(ranks: int) -> None:
     ]
     times = np.array([max(seconds(true, one) for one in step) for step in work])
     found = fit(work, times.tolist())
-    assert found.keys() == true.keys()
-    for name, value in true.items():
-        assert found[name] == pytest.approx(value, rel=1e-4), name
+    for name, value in attrs.asdict(true).items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
     noisy = fit(work, (times * rng.normal(1.0, 0.02, len(times))).tolist())
     predicted = np.array([max(seconds(noisy, one) for one in step) for step in work])
     assert np.abs(predicted / times - 1).mean() < 0.02
@@ -163,15 +175,57 @@ def test_a_fit_finds_the_rates_of_measured_steps(ranks: int) -> None:
 
 def test_a_rate_is_never_negative() -> None:
     work = [[{"calls": 1.0, "matrices": float(n)}] for n in range(8)]
-    assert fit(work, [10.0 - n for n in range(8)]) == {"calls": pytest.approx(6.5), "matrices": 0.0}
+    found = fit(work, [10.0 - n for n in range(8)])
+    assert found == Rates(calls=found.calls)
+    assert found.calls == pytest.approx(6.5)
+
+
+def test_kinds_that_grow_together_share_a_rate() -> None:
+    work = [[{"calls": 1.0, "matrices": 8.0 * n, "experts": 2.0 * n, "causal": float(n * n)}] for n in range(1, 9)]
+    found = fit(work, [0.5 + 3.0 * n + 0.25 * n * n for n in range(1, 9)])
+    near = {"calls": 0.5, "matrices": 0.3, "experts": 0.3, "causal": 0.25}
+    assert {name: getattr(found, name) for name in near} == pytest.approx(near)
 
 
 def test_measurements_that_say_too_little_are_refused_with_the_cure() -> None:
-    work = [[{"matrices": float(n), "experts": 2.0 * n}] for n in range(8)]
-    with pytest.raises(ValueError, match="experts, matrices apart; measure packs of more different lengths"):
+    work = [[{"matrices": float(n), "experts": float(n % 3), "causal": float(n + n % 3)}] for n in range(8)]
+    with pytest.raises(ValueError, match="causal, experts, matrices apart; measure rows of more different lengths"):
         fit(work, [float(n) for n in range(8)])
     with pytest.raises(ValueError, match=r"2 times for 8 steps of \[1\] ranks; give a time for each step"):
         fit(work, [1.0, 2.0])
+
+
+def test_rates_are_those_of_the_times_of_a_run_s_own_rows() -> None:
+    """A clock that a step turns on by what its rows take, of one to three micro-batches."""
+    true, now, sizes = Rates(steps=0.5, calls=1e-3, matrices=2e-9, causal=5e-9), [0.0], []
+    rows = ragged(DENSE, 30, 24, 1)
+
+    def step(state: None, batches: list[Any]) -> tuple[None, None]:
+        sizes.append(len(batches))
+        for batch in batches:
+            at = iter(batch["lengths"])
+            for _ in batch["ids"]:
+                row = [next(at)]
+                while sum(row) < 24:
+                    row.append(next(at))
+                now[0] += seconds(true, pack_work(DENSE, row))
+        now[0] += true.steps
+        return None, None
+
+    job: Any = SimpleNamespace(
+        run=run_of(DENSE, parallel=lf.MegatronParallel(micro_batch=2)),
+        model=DENSE,
+        rows=Listed(rows),
+        layout=Layout(),
+        device=cpu,
+        engine=SimpleNamespace(state=None, step=step),
+    )
+    work, times = timed(job, 12, clock=lambda: now[0])
+    assert sizes == [1, 2, 3] * 5
+    found = fit([[one] for one in work], times)
+    assert explained(found, work, times) < 1e-6
+    assert found.causal == pytest.approx(true.causal, rel=1e-6)
+    assert found.steps == pytest.approx(true.steps, rel=1e-6)
 
 
 @pytest.mark.parametrize("trace", TRACES)

@@ -425,7 +425,7 @@ def test_resume_changes_are_sorted_by_the_fields_of_run() -> None:
 
 def test_the_fields_that_a_resume_may_change_are_those_documented() -> None:
     may = {field.name for field in attrs.fields(lf.Run) if field.metadata.get("resume")}
-    assert may == {"steps", "parallel", "eval", "log", "save", "profile"}
+    assert may == {"steps", "parallel", "balance", "eval", "log", "save", "profile"}
 
 
 # Types

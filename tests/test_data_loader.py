@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lf.data.config import Mixture, TextData, Weighted
-from lf.data.loader import eval_batches, micro_batches, prefetch, step_rows
+from lf.data.loader import Share, by_turns, eval_rows, prefetch, step_rows
 from lf.data.source import Rows, locate, open_data
 from tests.data_tools import context, write
 
@@ -44,9 +44,13 @@ def dealt(per_rank: list[list[list[Any]]]) -> list[Any]:
     return [row and row["id"] for turn in turns for micro in turn for row in micro]
 
 
+def shares(rows: Rows, wanted: range, micro_batch: int, dp: int) -> list[list[list[Any]]]:
+    """The micro-batches of each rank."""
+    return [by_turns(rows, wanted, Share(micro_batch=micro_batch, dp=dp, dp_rank=rank)).micro for rank in range(dp)]
+
+
 def step_ids(rows: Rows, step: int, batch: int, micro_batch: int, dp: int) -> list[Any]:
-    sizes = {"step": step, "batch": batch, "micro_batch": micro_batch, "dp": dp}
-    return dealt([micro_batches(rows, **sizes, dp_rank=rank) for rank in range(dp)])
+    return dealt(shares(rows, step_rows(step, batch), micro_batch, dp))
 
 
 @quick
@@ -89,15 +93,12 @@ def test_resume_at_any_step_on_other_ranks_gives_the_unbroken_order(tmp_path: Pa
 def test_evaluation_takes_each_row_once_and_every_rank_as_often(
     count: int, batch: int, micro_batch: int, dp: int
 ) -> None:
-    sizes = {"batch": batch, "micro_batch": micro_batch, "dp": dp}
-    per_rank = [list(eval_batches(Counted(count=count), **sizes, dp_rank=rank)) for rank in range(dp)]
-    assert {len(batches) for batches in per_rank} == {-(-count // batch)}
-    ids = [dealt(list(ranks)) for ranks in zip(*per_rank, strict=True)]
+    rows = Counted(count=count)
+    batches = list(eval_rows(rows, batch))
+    assert len(batches) == -(-count // batch)
+    ids = [dealt(shares(rows, wanted, micro_batch, dp)) for wanted in batches]
     assert [id for batch_ids in ids for id in batch_ids if id is not None] == list(range(count))
-    limited = list(eval_batches(Counted(count=count), **sizes, dp_rank=0, batches=2))
-    assert [[len(micro) for micro in batch] for batch in limited] == [
-        [len(micro) for micro in batch] for batch in per_rank[0][:2]
-    ]
+    assert list(eval_rows(rows, batch, 2)) == batches[:2]
 
 
 # Prefetch
@@ -185,7 +186,7 @@ def test_rows_are_read_several_at_once_while_a_step_is_computed() -> None:
     rows = Slow(count=8, both=threading.Barrier(2), told=threading.Semaphore(0))
 
     def make(step: int) -> list[list[Any]]:
-        return micro_batches(rows, step=step, batch=2, micro_batch=2, dp=1, dp_rank=0)
+        return by_turns(rows, step_rows(step, 2), Share(micro_batch=2)).micro
 
     with prefetch(make, range(1, 5), depth=1) as fetched:
         for step in range(1, 4):

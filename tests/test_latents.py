@@ -19,11 +19,13 @@ from lf.data import encode, latents
 from lf.data.config import Encoding
 from lf.data.latent_commands import Latents
 from lf.data.lerobot_commands import run
+from lf.data.outline import outline
 from lf.data.source import DataCtx, open_data
 from lf.data.split import check_split
 from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.diffusion.wan import experts, wan_tiny
+from lf.models.work import row_work
 from lf.train.checkpoint import distributed
 from lf.train.comm import process_group
 from lf.train.run import open_job
@@ -59,6 +61,16 @@ def rows_of(cache: Path, **fields: Any) -> latents.LatentRows:
 def by_id(rows: Any) -> dict[str, dict[str, Any]]:
     made = [rows.row(0, i) for i in range(len(rows))]
     return {row["id"]: row for row in made}
+
+
+def test_an_outline_costs_what_the_row_does(home: Path) -> None:
+    rows = rows_of(home / "cache")
+    told = [outline(rows, 1, index) for index in range(len(rows))]
+    assert [one["id"] for one in told] == [rows.row(1, index)["id"] for index in range(len(rows))]
+    assert all(one["latents"].is_meta for one in told)
+    found = [row_work(wan_tiny, one) for one in told]
+    assert found == [row_work(wan_tiny, rows.row(1, index)) for index in range(len(rows))]
+    assert len({one.tokens for one in found}) == 2
 
 
 def test_a_row_is_what_diffusers_and_transformers_encode(home: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from lf.data.config import Camera, LeRobotData, Mixture, Normalise, Signal, TextData, Weighted
 from lf.data.lerobot import LeRobotRows
-from lf.data.loader import micro_batches, prefetch, read_rows
+from lf.data.loader import Share, by_turns, prefetch, read_rows, step_rows
 from lf.data.normalise import compute_stats, decode_actions, make_normaliser, restore
 from lf.data.source import DataCtx, Rows, normalisers_of, open_data
 from tests.data_tools import context
@@ -216,7 +216,8 @@ def ids(rows: Rows, steps: range, dp: int = 1, batch: int = 4) -> list[list[str]
     """Ids of the rows of each step, over all ranks."""
     found = []
     for step in steps:
-        parts = [micro_batches(rows, step=step, batch=batch, micro_batch=2, dp=dp, dp_rank=rank) for rank in range(dp)]
+        shares = [Share(micro_batch=2, dp=dp, dp_rank=rank) for rank in range(dp)]
+        parts = [by_turns(rows, step_rows(step, batch), share).micro for share in shares]
         found.append([row["id"] for turn in zip(*parts, strict=True) for part in turn for row in part if row])
     return found
 
@@ -256,8 +257,8 @@ def test_memory_and_open_files_do_not_grow_over_two_thousand_rows(
         return resident(), len(os.listdir("/proc/self/fd")) - len(rows.decoders)
 
     def read(steps: range) -> int:
-        shares = {"batch": 20, "micro_batch": 20, "dp": 1, "dp_rank": 0}
-        with prefetch(lambda step: micro_batches(rows, step=step, **shares), steps) as fetched:
+        share = Share(micro_batch=20)
+        with prefetch(lambda step: by_turns(rows, step_rows(step, 20), share).micro, steps) as fetched:
             return sum(len(item.value[0]) for item in fetched)
 
     assert read(range(1, 21)) == 400

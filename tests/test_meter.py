@@ -33,6 +33,7 @@ REPORT = StepReport(
     data_wait=0.0124,
     eta=3 * 3600 + 12 * 60 + 20,
     seconds=1.25,
+    idle=0.03,
 )
 
 
@@ -97,6 +98,7 @@ def test_the_json_twin_has_every_number_and_null_for_what_is_not_finite() -> Non
         "data_wait": 0.0124,
         "eta": 11540,
         "seconds": 1.25,
+        "idle": 0.03,
     }
     assert eval_line(3, float("nan"), {"lm": 2.0}) == {"step": 3, "eval_loss": None, "eval_terms/lm": 2.0}
 

@@ -36,6 +36,7 @@ from lf.data.config import (
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.media import Fitted, Shape, fit, patches_of
 from lf.data.multimodal import ChatRows, cut
+from lf.data.outline import outline
 from lf.data.source import DataCtx, open_data
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
@@ -623,6 +624,7 @@ def test_chats_and_texts_mix_and_become_a_micro_batch(tmp_path: Path) -> None:
     rules = media_rules(model)
     rows = open_data(data, DataCtx(seed=0, cache_dir=tmp_path / "cache", tokenizer=tokenizer(), media=rules))
     found = [rows.row(0, i) for i in range(4)]
+    assert [outline(rows, 0, i).get("media", ()) for i in range(4)] == [tuple(row.get("media", ())) for row in found]
     batch = collate(model, found, found[0])
     assert {"0", "1"} == {row["id"].split("/")[0] for row in found}
     assert (batch["tokens"].flatten()[batch["slots"]] == IMAGE).all()

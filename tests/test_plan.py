@@ -228,7 +228,7 @@ def test_what_the_rules_accept_is_planned_whole(model: str, parallel: MegatronPa
     assert 0.0 <= made.bubble < 1.0
     held = []
     for rank, stage in enumerate(made.stages):
-        found = spec.blocks(cfg, attrs.evolve(layout, pp_rank=rank), load_of(job, "none"))
+        found = spec.blocks(cfg, attrs.evolve(layout, pp_rank=rank), load_of(job, layout, "none"))
         held += [layer for block in found if block.name == "attention" for layer in block.layers]
         memory = stage.memory[parallel.recompute]
         # The pieces are what the peak is made of.
@@ -254,7 +254,7 @@ def test_nearest_layouts_fit_and_say_all_that_differs() -> None:
     assert found
     for option in found:
         new = attrs.evolve(SMALL.parallel, **dict(option.changes))
-        assert changes(SMALL.parallel, new) == option.changes
+        assert changes(SMALL, attrs.evolve(SMALL, parallel=new)) == option.changes
         assert peak(attrs.evolve(SMALL, parallel=new)) == option.peak <= 0.6 * most
         assert not any(set(other.changes) < set(option.changes) for other in found)
     assert nearest(SMALL, 1.0) == ()
@@ -307,13 +307,12 @@ def test_a_search_finds_layouts_that_fit_the_fastest_first() -> None:
     found = search(SMALL, devices, 0.6 * most, count=10_000)
     times = [each.seconds for each in every]
     assert times == sorted(times)
-    assert any(each.parallel == SMALL.parallel for each in every)
+    assert any(each.job == SMALL for each in every)
     assert [each for each in every if each.peak <= 0.6 * most] == list(found)
     for each in found[:20]:
-        job = attrs.evolve(SMALL, parallel=each.parallel)
-        assert peak(job) == each.peak
-        assert step_seconds(job, plan(job).stages, devices) == pytest.approx(each.seconds)
-        assert each.parallel.tp <= 2
+        assert peak(each.job) == each.peak
+        assert step_seconds(each.job, plan(each.job).stages, devices) == pytest.approx(each.seconds)
+        assert each.job.parallel.tp <= 2
 
 
 CONFIG = """
@@ -365,6 +364,12 @@ def test_the_script_plans_the_config_with_its_flags(tmp_path: Path, capsys: pyte
         ("--world 2 --memory nan", "--memory = nan must be 0 or more and finite; give the GiB of a rank"),
         ("--world 2 --memory -1", "--memory = -1.0 must be 0 or more and finite"),
         ("--world 2 --memory inf", "--memory = inf must be 0 or more and finite"),
+        ("--world 2 --images -2", "--images = -2 must be -1 to 65536; give those of a row"),
+        ("--world 2 --images 2", "--images = 2 with --grid = (0, 0, 0): give both, the images of a row and the frames"),
+        (
+            "--world 2 --images 2 --grid 1 2 2",
+            "--images = 2, but lf.models.llm.qwen.Qwen3 takes no images; leave it out",
+        ),
         ("--world 2 --length -5", "--length = -5 must be 0 to 1099511627776; give the tokens of a row"),
     ],
 )

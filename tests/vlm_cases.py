@@ -73,6 +73,21 @@ def rows_of(cfg: Vlm, count: int, length: int, seed: int) -> list[dict[str, Any]
     return made
 
 
+def even_rows(cfg: Vlm, count: int, length: int, media: tuple[Media, ...]) -> list[dict[str, Any]]:
+    """Returns rows of one document that all have the same images, spread evenly over the row."""
+    rng = np.random.default_rng(0)
+    numbers, made = tower_of(cfg.vision).numbers, []
+    for i in range(count):
+        tokens = rng.integers(0, min(cfg.image_token, cfg.video_token), length)
+        for k, item in enumerate(media):
+            at = k * length // len(media) + 1
+            tokens[at : at + media_tokens(cfg, item)] = cfg.image_token
+        row = {"tokens": tokens, "labels": tokens, "lengths": (length,), "real": length, "id": f"row{i}"}
+        patches = rng.standard_normal((sum(item.patches for item in media), numbers)).astype(np.float32)
+        made.append({**row, "media": media, "patches": patches})
+    return made
+
+
 def _media(cfg: Vlm, side: int, rng: np.random.Generator, *, video: bool) -> Media:
     if side:
         return Media(grids=((1, side, side),))

@@ -53,6 +53,7 @@ from lf.data.encode_text import (
     resized_to,
     texts_digest,
 )
+from lf.data.outline import outline
 from lf.plan.order import permutation
 from lf.storage import locked, sync
 
@@ -337,11 +338,22 @@ class LatentRows:
         }
 
 
+@outline.register
+def _(rows: LatentRows, epoch: int, index: int) -> dict[str, Any]:
+    _, record = rows.rows[_order(len(rows), rows.seed, epoch)[index]]
+    sizes = {name: torch.empty(shape, device="meta") for name, shape in record["shapes"].items()}
+    return {**_nested(sizes), "id": record["id"]}
+
+
 def _row(tensors: Mapping[str, Tensor], name: str, caption: str, empty: Tensor, given: int) -> dict[str, Any]:
-    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("references.")}
-    references = [tensors[f"references.{number}"] for number in range(len(tensors) - len(kept))]
     given = given if tensors["latents"].shape[1] > 1 else 0
-    return {"empty": empty, **kept, "references": references, "given": given, "caption": caption, "id": name}
+    return {"empty": empty, **_nested(tensors), "given": given, "caption": caption, "id": name}
+
+
+def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the tensors of a row with its references in a list."""
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("references.")}
+    return {**kept, "references": [tensors[f"references.{number}"] for number in range(len(tensors) - len(kept))]}
 
 
 def _number(*values: str) -> int:

@@ -45,6 +45,7 @@ from lf.data.normalise import (
     read_normalisers,
     to_delta,
 )
+from lf.data.outline import outline
 from lf.data.video import Decoders
 from lf.plan.order import permutation
 
@@ -219,6 +220,12 @@ class LeRobotRows:
                 pixels = np.moveaxis(read_pictures(self.pictures[camera.key], self.decoders, at, rows), -1, 1)
                 images[camera.name] = pixels if steps else pixels[0]
         return {"images": images, "image_mask": mask, "image_is_pad": pads} if self.cameras else {}
+
+
+@outline.register
+def _(rows: LeRobotRows, epoch: int, index: int) -> dict[str, Any]:
+    """All rows of a dataset are alike."""
+    return {"id": f"{epoch}:{index} {rows.name}"}
 
 
 def open_lerobot(

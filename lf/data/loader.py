@@ -1,4 +1,4 @@
-"""Which rows a rank takes at a step, and a thread that fetches them ahead.
+"""Which rows a rank takes at a step, by turns or by what they cost, and a thread that fetches them ahead.
 
 Row k of a run, counted from 0 over all epochs, belongs to step `k // batch + 1`. Nothing is remembered between steps:
 a resume, on any number of ranks, is a call with the next step.
@@ -14,7 +14,9 @@ from typing import Generic, TypeVar
 
 import attrs
 
+from lf.data.outline import outline
 from lf.data.source import Row, Rows, locate
+from lf.plan.balance import Caps, Item, deal
 
 T = TypeVar("T")
 
@@ -31,44 +33,76 @@ class Fetched(Generic[T]):
     """Seconds that the caller waited for it."""
 
 
+@attrs.frozen(kw_only=True)
+class Share:
+    """What a data parallel rank takes of the rows of a step."""
+
+    micro_batch: int
+    """Rows of a micro-batch; None, a row of weight zero, fills what is missing at its end."""
+    dp: int = 1
+    """Ranks that have rows of their own."""
+    dp_rank: int = 0
+    """This one."""
+    rounds: int = 1
+    """Every rank gets the same number of micro-batches, a multiple of this."""
+
+    def filled(self, groups: Iterable[Sequence[Row]]) -> list[list[Row | None]]:
+        """Returns micro-batches with None where rows are missing."""
+        return [[*group, *[None] * (self.micro_batch - len(group))] for group in groups]
+
+
+@attrs.frozen(kw_only=True)
+class Dealt:
+    """What a rank got of the rows of a step."""
+
+    micro: list[list[Row | None]]
+    """Its micro-batches."""
+    idle: float | None = None
+    """The share of the ranks' time that they wait for the slowest, as planned, 0 to 1; None where nothing is."""
+
+
+Price = Callable[[Row], Item]
+"""Returns what a row, or its outline, costs; raises ValueError for one that is over a cap alone."""
+
+
 def step_rows(step: int, batch: int) -> range:
     """Returns the numbers of the rows of a step; steps count from 1, rows from 0 over all epochs."""
     return range((step - 1) * batch, step * batch)
 
 
-def micro_batches(
-    rows: Rows, *, step: int, batch: int, micro_batch: int, dp: int, dp_rank: int, rounds: int = 1
-) -> list[list[Row | None]]:
-    """Returns the micro-batches that a data parallel rank takes at a step.
+def eval_rows(rows: Rows, batch: int, batches: int = 0) -> Iterator[range]:
+    """Yields the numbers of the rows of each global batch of an evaluation.
 
-    Micro-batch m of the step is its rows from m * `micro_batch` on, and goes to rank m % `dp`. Every rank gets the same
-    number of micro-batches, a multiple of `rounds`, all of `micro_batch` rows; None, a row of weight zero, fills what
-    is missing at the end.
-    """
-    return _share(rows, step_rows(step, batch), micro_batch, dp, dp_rank, rounds)
-
-
-def eval_batches(
-    rows: Rows, *, batch: int, micro_batch: int, dp: int, dp_rank: int, rounds: int = 1, batches: int = 0
-) -> Iterator[list[list[Row | None]]]:
-    """Yields the micro-batches of a rank for each global batch of an evaluation.
-
-    An evaluation takes each row of epoch 0 once, or the first `batches` global batches of it (0 takes all). Every rank
-    gets as many batches, dealt and filled as in `micro_batches`.
+    An evaluation takes each row of epoch 0 once, or the first `batches` global batches of it (0 takes all).
     """
     starts = range(0, len(rows), batch)
     for start in starts[:batches] if batches else starts:
-        yield _share(rows, range(start, min(start + batch, len(rows))), micro_batch, dp, dp_rank, rounds)
+        yield range(start, min(start + batch, len(rows)))
 
 
-def _share(rows: Rows, wanted: range, micro_batch: int, dp: int, dp_rank: int, rounds: int) -> list[list[Row | None]]:
-    turns = -(-len(wanted) // (micro_batch * dp * rounds)) * rounds
-    starts = [(turn * dp + dp_rank) * micro_batch for turn in range(turns)]
-    places = [at for start in starts for at in range(start, start + micro_batch)]
-    found = read_rows(rows, [wanted[at] for at in places if at < len(wanted)])
-    # What is missing is missing at the end of the step, and so at the end of every rank's part of it.
-    filled: list[Row | None] = [*found, *[None] * (len(places) - len(found))]
-    return [filled[at : at + micro_batch] for at in range(0, len(places), micro_batch)]
+def turns(rows: int, share: Share) -> list[list[int]]:
+    """Returns the micro-batches of a rank, of so many rows in order: micro-batch m of all goes to rank m % `dp`."""
+    size = share.micro_batch
+    count = -(-rows // (size * share.dp * share.rounds)) * share.rounds
+    starts = [(turn * share.dp + share.dp_rank) * size for turn in range(count)]
+    return [list(range(min(start, rows), min(start + size, rows))) for start in starts]
+
+
+def by_turns(rows: Rows, wanted: Sequence[int], share: Share) -> Dealt:
+    """Returns what a rank gets of the rows of these numbers, in their order."""
+    return Dealt(micro=_read(rows, wanted, turns(len(wanted), share), share))
+
+
+def by_cost(rows: Rows, wanted: Sequence[int], share: Share, price: Price, caps: Caps) -> Dealt:
+    """Returns what a rank gets of the rows of these numbers when loads are even, from their outlines alone."""
+    items = [price(outline(rows, *locate(rows, k))) for k in wanted]
+    plan = deal(items, share.dp, caps, share.rounds)
+    return Dealt(micro=_read(rows, wanted, plan.groups[share.dp_rank], share), idle=plan.idle)
+
+
+def _read(rows: Rows, wanted: Sequence[int], groups: Sequence[Sequence[int]], share: Share) -> list[list[Row | None]]:
+    found = iter(read_rows(rows, [wanted[at] for group in groups for at in group]))
+    return share.filled([[next(found) for _ in group] for group in groups])
 
 
 def read_rows(rows: Rows, wanted: Sequence[int]) -> list[Row]:
@@ -84,11 +118,14 @@ def read_rows(rows: Rows, wanted: Sequence[int]) -> list[Row]:
 
 
 @contextlib.contextmanager
-def prefetch(make: Callable[[int], T], steps: Iterable[int], depth: int = 2) -> Iterator[Iterator[Fetched[T]]]:
+def prefetch(
+    make: Callable[[int], T], steps: Iterable[int], depth: int = 2, leave: Callable[[], None] | None = None
+) -> Iterator[Iterator[Fetched[T]]]:
     """Gives an iterator over `make(step)` for each of `steps`, made in order in a thread, at most `depth` ahead.
 
     An exception in the thread is raised in the caller, with its traceback. On leaving the context the thread ends,
-    after the one item that it may be making.
+    after the one item that it may be making. Where `make` waits for other ranks, `leave` is what the thread calls when
+    it ends before the last step, so that theirs do not wait for it; after an error nobody waits for the thread.
     """
     slots = threading.Semaphore(depth)
     stop = threading.Event()
@@ -99,6 +136,8 @@ def prefetch(make: Callable[[int], T], steps: Iterable[int], depth: int = 2) -> 
             for step in steps:
                 slots.acquire()
                 if stop.is_set():
+                    if leave is not None:
+                        leave()
                     return
                 made.put((step, make(step)))
             made.put(None)
@@ -119,9 +158,12 @@ def prefetch(make: Callable[[int], T], steps: Iterable[int], depth: int = 2) -> 
 
     thread = threading.Thread(target=work, name="lf-prefetch", daemon=True)
     thread.start()
+    waits = leave is None
     try:
         yield fetch()
+        waits = True
     finally:
         stop.set()
         slots.release()
-        thread.join()
+        if waits:
+            thread.join()

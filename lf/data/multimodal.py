@@ -25,6 +25,7 @@ from lf.data.files import TextFile, file_digests, find_files
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.media import Fitted, Shape, fit, patches_of, shrunk
 from lf.data.media_files import Ref, pixels_of, shape_of
+from lf.data.outline import outline
 from lf.data.text import check_part, check_unchanged, on_side
 from lf.data.video import Decoders
 from lf.models.media import Media, MediaRules
@@ -107,31 +108,40 @@ class ChatRows:
 
     def row(self, epoch: int, index: int) -> dict[str, Any]:
         """Returns a row: `tokens` and `labels` [S], `lengths`, `real`, `id`, `media` and their `patches` [N, F]."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of an epoch of {len(self)} rows")
-        row = int(self.order(epoch)[index])
-        members = self.packed.documents[self.packed.bounds[row] : self.packed.bounds[row + 1]].tolist()
+        members = self.members(epoch, index)
         size = self.cfg.seq_len
         tokens, labels = np.full(size, self.pad, np.int32), np.full(size, IGNORE, np.int32)
-        at, lengths = 0, []
+        at = 0
         for member in members:
             first, count = int(self.starts[member]), int(self.lengths[member])
             ids = self.tokens[first : first + count].astype(np.int32)
             tokens[at : at + count] = ids
             labels[at : at + count - 1] = np.where(self.learnt[first + 1 : first + count], ids[1:], IGNORE)
-            lengths.append(count)
             at += count
         items = [self.item(entry) for member in members for entry in self.entries(member)]
         patches = [made for _, made in items]
         return {
             "tokens": tokens,
             "labels": labels,
-            "lengths": (*lengths, *((size - at,) if at < size else ())),
+            "lengths": self.segments(members),
             "real": at,
             "id": f"{epoch}:{index} {self.origin(members[0])}",
             "media": tuple(fitted.media for fitted, _ in items),
             "patches": np.concatenate(patches) if patches else np.zeros((0, 0), np.float32),
         }
+
+    def members(self, epoch: int, index: int) -> list[int]:
+        """Returns the samples of a row."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of an epoch of {len(self)} rows")
+        row = int(self.order(epoch)[index])
+        return self.packed.documents[self.packed.bounds[row] : self.packed.bounds[row + 1]].tolist()
+
+    def segments(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Returns the lengths of the samples of a row, and of its padding."""
+        lengths = [int(self.lengths[member]) for member in members]
+        padding = self.cfg.seq_len - sum(lengths)
+        return (*lengths, *((padding,) if padding else ()))
 
     def origin(self, sample: int) -> str:
         """Returns file and line of a sample."""
@@ -158,6 +168,16 @@ class ChatRows:
         fitted = self.fitted(entry)
         pixels = pixels_of(entry.ref, entry.shape, fitted.frames, self.decoders)
         return fitted, patches_of(self.cfg.pictures, fitted, pixels)
+
+
+@outline.register
+def _(rows: ChatRows, epoch: int, index: int) -> dict[str, Any]:
+    members = rows.members(epoch, index)
+    return {
+        "id": f"{epoch}:{index} {rows.origin(members[0])}",
+        "lengths": rows.segments(members),
+        "media": tuple(rows.fitted(entry).media for member in members for entry in rows.entries(member)),
+    }
 
 
 def open_chat(

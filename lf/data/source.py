@@ -22,9 +22,10 @@ from lf.data.lerobot_choose import Most
 from lf.data.lerobot_meta import read_meta
 from lf.data.multimodal import ChatRows, chat_texts, open_chat
 from lf.data.normalise import Floats, Normalisers
+from lf.data.outline import outline
 from lf.data.text import TextRows, open_text, read_texts, text_key
 from lf.models.media import MediaRules
-from lf.models.spec import no_rule
+from lf.models.spec import has_rule, no_rule
 from lf.plan.order import deal, hash_keys, integer_weights
 
 _COMMON = (
@@ -213,11 +214,15 @@ class MixedRows:
 
     def row(self, epoch: int, index: int) -> Row:
         """Returns a row of the part whose turn it is; its id begins with the part's number."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of an epoch of {len(self)} rows")
-        at, k = deal(epoch * len(self) + index, self.weights)
+        at, k = self.part(epoch, index)
         row = self.parts[at].row(*locate(self.parts[at], k))
         return {**row, "id": f"{at}/{row['id']}"}
+
+    def part(self, epoch: int, index: int) -> tuple[int, int]:
+        """Returns which part's turn a row is, and the number of its own row, counted from 0 over all epochs."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of an epoch of {len(self)} rows")
+        return deal(epoch * len(self) + index, self.weights)
 
     def describe(self) -> dict[str, int]:
         """Returns the facts that every part has: sizes are the largest of the parts, the others are sums."""
@@ -225,6 +230,18 @@ class MixedRows:
         names = [name for name in facts[0] if all(name in fact for fact in facts)]
         merge: dict[str, Callable[[list[int]], int]] = dict.fromkeys(_COMMON, max)
         return {name: merge.get(name, sum)([fact[name] for fact in facts]) for name in names}
+
+
+@outline.register
+def _(rows: MixedRows, epoch: int, index: int) -> dict[str, Any]:
+    at, k = rows.part(epoch, index)
+    told = outline(rows.parts[at], *locate(rows.parts[at], k))
+    return {**told, "id": f"{at}/{told['id']}"}
+
+
+def has_outlines(rows: Rows) -> bool:
+    """Returns whether a source tells what its rows cost without reading them."""
+    return all(map(has_outlines, rows.parts)) if isinstance(rows, MixedRows) else has_rule(outline, rows)
 
 
 @open_data.register

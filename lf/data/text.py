@@ -17,7 +17,8 @@ from lf.data.cache import build_once, key_of
 from lf.data.config import ChatData, TextData
 from lf.data.files import Document, TextFile, file_digests, find_files, read_documents
 from lf.data.hf_tokenizer import Tokenizer
-from lf.plan.packing import EpochPlan, pack_row, pieces, plan_epoch, row_count
+from lf.data.outline import outline
+from lf.plan.packing import EpochPlan, pack_row, pieces, plan_epoch, row_count, segments
 
 _FORMAT = 2
 _BATCH_CHARACTERS = 4_000_000
@@ -62,26 +63,34 @@ class TextRows:
 
         The fields are those of `PackedRow`. The id reads `epoch:index file:line`, the place being the first document's.
         """
+        parts, starts = self.parts(epoch, index)
+        stream = [
+            self.tokens[self.starts[document] + start : self.starts[document] + stop] for document, start, stop in parts
+        ]
+        packed = pack_row(
+            np.concatenate(stream).astype(np.int32),
+            starts,
+            seq_len=self.seq_len,
+            pad=self.pad,
+            cross_documents=self.cross_documents,
+        )
+        return {**attrs.asdict(packed, recurse=False), "id": self.ident(epoch, index, parts[0][0])}
+
+    def parts(self, epoch: int, index: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Returns the parts of a row, as (document, start in it, stop in it), and where each but the first starts."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of an epoch of {len(self)} rows")
         plan = self.plan(epoch)
         first = int(plan.rows[index]) * self.seq_len
         parts = pieces(plan.bounds, first, min(first + self.seq_len + 1, self.total))
-        documents = [int(plan.documents[place]) for place, _, _ in parts]
-        stream = [
-            self.tokens[self.starts[document] + start : self.starts[document] + stop]
-            for document, (_, start, stop) in zip(documents, parts, strict=True)
-        ]
-        packed = pack_row(
-            np.concatenate(stream).astype(np.int32),
-            [int(plan.bounds[place]) - first for place, _, _ in parts[1:]],
-            seq_len=self.seq_len,
-            pad=self.pad,
-            cross_documents=self.cross_documents,
-        )
-        file, line = self.origins[documents[0]].tolist()
+        starts = [int(plan.bounds[place]) - first for place, _, _ in parts[1:]]
+        return [(int(plan.documents[place]), start, stop) for place, start, stop in parts], starts
+
+    def ident(self, epoch: int, index: int, document: int) -> str:
+        """Returns the id of a row that begins with a document."""
+        file, line = self.origins[document].tolist()
         place = f"{self.names[file]}:{line}" if line else self.names[file]
-        return {**attrs.asdict(packed, recurse=False), "id": f"{epoch}:{index} {place}"}
+        return f"{epoch}:{index} {place}"
 
     def describe(self) -> dict[str, int]:
         """Returns `documents`, `tokens` and `rows` of an epoch, `vocab`, `length` of a row, and `content`, a hash."""
@@ -93,6 +102,14 @@ class TextRows:
             "length": self.seq_len,
             "content": self.content,
         }
+
+
+@outline.register
+def _(rows: TextRows, epoch: int, index: int) -> dict[str, Any]:
+    parts, starts = rows.parts(epoch, index)
+    real = min(sum(stop - start for _, start, stop in parts), rows.seq_len)
+    lengths = segments([] if rows.cross_documents else starts, real, rows.seq_len)
+    return {"id": rows.ident(epoch, index, parts[0][0]), "lengths": lengths}
 
 
 def open_text(cfg: TextData, *, tokenizer: Tokenizer | None, seed: int, cache_dir: Path, where: str) -> TextRows:

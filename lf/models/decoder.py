@@ -25,6 +25,7 @@ from lf.models.parts import MlpConfig as MlpConfig
 from lf.models.parts import Mtp as Mtp
 from lf.models.parts import Norm as Norm
 from lf.models.ranges import above, least, within
+from lf.models.work import RowWork, pack_work, row_work
 
 
 @attrs.frozen(kw_only=True)
@@ -213,3 +214,8 @@ def _(cfg: DecoderConfig) -> tuple[spec.InitRule, ...]:
 @spec.flops.register
 def _(cfg: DecoderConfig, rows: int, length: int) -> float:
     return decoder_flops(cfg, rows, length)
+
+
+@row_work.register
+def _(cfg: DecoderConfig, row: Mapping[str, Any]) -> RowWork:
+    return RowWork(kinds=pack_work(cfg, row["lengths"]), tokens=sum(row["lengths"]))

@@ -7,7 +7,7 @@ from typing import Literal
 import attrs
 from torch import nn
 
-from lf.models.spec import Ctx, ModelConfig, has_rule, no_rule
+from lf.models.spec import Batch, Ctx, ModelConfig, has_rule, no_rule
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of a picture, in patches."""
@@ -59,6 +59,11 @@ def media_tokens(cfg: ModelConfig, media: Media) -> int:
 def media_flops(cfg: ModelConfig, media: Media) -> float:
     """Returns the floating point operations of forward and backward until an image or a video is tokens."""
     raise no_rule(media_flops, cfg)
+
+
+def batch_flops(cfg: ModelConfig, batch: Batch) -> float:
+    """Returns those of all images and videos of a micro-batch."""
+    return sum(media_flops(cfg, item) for item in batch.get("media", ()))
 
 
 @functools.singledispatch

@@ -8,7 +8,7 @@ Shapes: B rows of a micro-batch, S positions of a row, H width, V vocabulary.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lf.devices.device import Device
+
+if TYPE_CHECKING:
+    from lf.models.media import Media
 
 Batch = Mapping[str, Any]
 """What a family's `collate` makes: tensors by name; `ids`, the sample ids of the rows; and `count`, how many tokens
@@ -186,6 +189,14 @@ class Load:
     """Whether rows may hold several documents, so that a micro-batch runs as one packed row."""
     cpu: bool = False
     """Whether torch's layers run on a CPU, where norms work on float32 copies and attention keeps masks and parts."""
+    media: tuple["Media", ...] = ()
+    """Images and videos of the row that has most of them."""
+    usual: float = 1.0
+    """Share of them that rows have on average, 0 to 1."""
+    media_again: bool = False
+    """Whether the backward makes the activations of whoever encodes them again, layer by layer."""
+    micro: int = 1
+    """Micro-batches of a step, whose images are encoded together where `Layout.apart`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -214,10 +225,10 @@ class Weight:
 class Message:
     """A collective that a micro-batch needs, its calls of forward, backward and recomputation together."""
 
-    op: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+    op: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
     """What it does."""
     axis: str
-    """The ranks that take part: a degree of parallelism by name."""
+    """The ranks that take part: a degree of parallelism by name, `mp` (tp and pp together), or `replica` (and cp)."""
     size: int
     """Bytes of one call: of the whole tensor, before a reduce-scatter and after an all-gather; of what a rank sends."""
     calls: int = 1
@@ -228,13 +239,15 @@ class Message:
 class Block:
     """A part of a model chunk on one rank, once or in several layers: what it holds, keeps, computes and sends.
 
-    Numbers are those of one of them, and of one micro-batch.
+    Numbers are those of one of them, and of one micro-batch, or of a whole step where it says so.
     """
 
     name: str
     """What it is."""
     chunk: int = 0
     """Which model chunk of the pipeline stage it is in."""
+    step: bool = False
+    """Whether it works once for all micro-batches of a step: forward before the pipeline runs, backward after it."""
     layers: tuple[int, ...] = ()
     """The layers (from 0) that have it, each its own; empty where it belongs to no layer."""
     weights: tuple[Weight, ...] = ()

@@ -20,7 +20,9 @@ from lf.models.media import Media, build_encoder, media_flops, media_ids, media_
 from lf.models.recorded import recorded_rows
 from lf.models.vision.projector import Anyres, Projector, tokens_of
 from lf.models.vision.tower import Tower, VisionConfig, tower_flops, tower_of
+from lf.models.vlm_costs import vlm_blocks
 from lf.models.vlm_rows import fake_rows, vlm_batch, vlm_slice
+from lf.models.work import RowWork, added, media_work, row_work
 
 
 @attrs.frozen(kw_only=True)
@@ -197,8 +199,19 @@ def _(cfg: Vlm) -> tuple[spec.InitRule, ...]:
 
 @spec.flops.register
 def _(cfg: Vlm, rows: int, length: int) -> float:
-    """Those of the decoder: what a tower computes depends on the images of the rows, not on their length."""
+    """Those of the decoder: images come on top (`media_flops`)."""
     return spec.flops(cfg.text, rows, length)
+
+
+@row_work.register
+def _(cfg: Vlm, row: Mapping[str, Any]) -> RowWork:
+    text = row_work(cfg.text, row)
+    return attrs.evolve(text, kinds=added(text.kinds, *(media_work(cfg, item) for item in row.get("media", ()))))
+
+
+@spec.blocks.register
+def _(cfg: Vlm, layout: spec.Layout, load: spec.Load) -> tuple[spec.Block, ...]:
+    return vlm_blocks(cfg, layout, load)
 
 
 @takes_media.register

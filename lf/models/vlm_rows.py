@@ -90,17 +90,8 @@ def _token(cfg: "Vlm", item: Media) -> int:
 
 
 def _check_pictures(cfg: "Vlm", tower: Tower, row: Mapping[str, Any], media: Sequence[Media]) -> None:
-    for t, h, w in (grid for item in media for grid in item.grids):
-        if tower.side and (t, h, w) != (1, tower.side, tower.side):
-            raise ValueError(
-                f"row {row['id']}: a picture of {(t, h, w)} frames, rows and columns of patches, but the tower takes "
-                f"{(1, tower.side, tower.side)} alone; resize it, or cut it into tiles"
-            )
-        if min(t, h, w) < 1 or h % cfg.projector.merge or w % cfg.projector.merge:
-            raise ValueError(
-                f"row {row['id']}: a picture of {h} x {w} patches cannot be joined in blocks of "
-                f"{cfg.projector.merge} a side (projector.merge); resize it to a multiple"
-            )
+    if fault := next(filter(None, (picture_fault(cfg, tower, grid) for item in media for grid in item.grids)), ""):
+        raise ValueError(f"row {row['id']}: {fault}")
     wanted = sum(item.patches for item in media)
     have = np.asarray(row["patches"]).size / tower.numbers if media else 0
     if have != wanted:
@@ -108,6 +99,22 @@ def _check_pictures(cfg: "Vlm", tower: Tower, row: Mapping[str, Any], media: Seq
             f"row {row['id']}: its pictures have {wanted} patches of {tower.numbers} numbers, but `patches` has "
             f"{have:g}; give the patches of the very grids"
         )
+
+
+def picture_fault(cfg: "Vlm", tower: Tower, grid: Grid) -> str:
+    """Returns why a model cannot take a picture, with the cure; empty where it can."""
+    t, h, w = grid
+    if tower.side and grid != (1, tower.side, tower.side):
+        return (
+            f"a picture of {grid} frames, rows and columns of patches, but the tower takes "
+            f"{(1, tower.side, tower.side)} alone; resize it, or cut it into tiles"
+        )
+    if min(t, h, w) < 1 or h % cfg.projector.merge or w % cfg.projector.merge:
+        return (
+            f"a picture of {h} x {w} patches cannot be joined in blocks of {cfg.projector.merge} a side "
+            "(projector.merge); resize it to a multiple"
+        )
+    return ""
 
 
 def _positions(cfg: "Vlm", tower: Tower, row: Mapping[str, Any], slots: Sequence[int]) -> np.ndarray:

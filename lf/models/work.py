@@ -1,17 +1,45 @@
 """What packs and images take of a rank: operations by kind, from their lengths and grids alone.
 
 The kinds are those that a device does at different speeds: `calls` (packs or images), `matrices` (operations of those
-that every token goes through), `experts` (of routed experts), `causal` and `window` (of attention's pairs), `patches`
-(their number), `towers` (operations of towers and projectors). `lf.plan.work` makes seconds of them.
+that every token goes through), `experts` (of routed experts), `causal`, `window` and `full` (of attention's pairs),
+`patches` (their number), `towers` (operations of towers and projectors). `lf.plan.work` makes seconds of them.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lf.models.decoder import DecoderConfig
+import attrs
+
 from lf.models.decoder_facts import attention_flops, attention_weights, is_sparse, mlp_weights
 from lf.models.media import Media, media_flops
 from lf.models.parts import Attention
-from lf.models.spec import ModelConfig
+from lf.models.spec import ModelConfig, no_rule
+
+if TYPE_CHECKING:
+    from lf.models.decoder import DecoderConfig
+
+
+@attrs.frozen(kw_only=True)
+class RowWork:
+    """What a row takes of a rank."""
+
+    kinds: Mapping[str, float]
+    """Work of forward and backward, by kind."""
+    tokens: int = 0
+    """Its tokens, padding included."""
+
+
+@functools.singledispatch
+def row_work(cfg: ModelConfig, row: Mapping[str, Any]) -> RowWork:
+    """Returns what a row takes, or what its outline (`lf.data.outline`) says of it: sizes are read, and no values."""
+    raise no_rule(row_work, cfg)
+
+
+def added(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Returns the work of several parts together."""
+    kinds = dict.fromkeys(kind for part in parts for kind in part)
+    return {kind: sum(part.get(kind, 0.0) for part in parts) for kind in kinds}
 
 
 def pairs(lengths: Sequence[int], window: int = 0) -> int:
@@ -22,7 +50,7 @@ def pairs(lengths: Sequence[int], window: int = 0) -> int:
     return sum(n * (n + 1) // 2 + (length - n) * window for n, length in zip(full, lengths, strict=True))
 
 
-def pack_work(cfg: DecoderConfig, lengths: Sequence[int]) -> dict[str, float]:
+def pack_work(cfg: "DecoderConfig", lengths: Sequence[int]) -> dict[str, float]:
     """Returns the work of forward and backward of a pack of documents of `lengths` tokens in the decoder.
 
     Two operations a multiply-add and three passes, as `decoder_flops` counts; a window's pairs are counted as such.

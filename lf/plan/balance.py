@@ -61,6 +61,10 @@ class Evenness:
     """The share of the ranks' time that they wait for the slowest, 0 to 1."""
 
 
+class NoRoomError(ValueError):
+    """Items that each fit alone have no place together."""
+
+
 def spread(items: Sequence[Item], ranks: int, micro: int = 1, caps: Caps | None = None) -> Spread:
     """Returns where each item goes: the most that a rank has to do is near the least possible, every cap holds.
 
@@ -76,6 +80,36 @@ def spread(items: Sequence[Item], ranks: int, micro: int = 1, caps: Caps | None 
     table.deal()
     table.refine()
     return table.spread()
+
+
+@attrs.frozen(kw_only=True)
+class Deal:
+    """The items of a step in micro-batches."""
+
+    groups: tuple[tuple[tuple[int, ...], ...], ...]
+    """The items of each micro-batch of each rank, in their order; all ranks have as many micro-batches."""
+    idle: float
+    """The share of the ranks' time that they wait for the slowest, 0 to 1."""
+
+
+def deal(items: Sequence[Item], ranks: int, caps: Caps, rounds: int = 1) -> Deal:
+    """Returns the items of a step spread over ranks, in as few micro-batches as hold them, a multiple of `rounds`.
+
+    `caps.items` must be set. Raises ValueError for an item that is over a cap alone.
+    """
+    full = [(len(items), caps.items), (sum(i.tokens for i in items), caps.tokens)]
+    full.append((sum(i.memory for i in items), caps.memory))
+    micro = max(-(-amount // (ranks * cap * rounds)) for amount, cap in full if cap) * rounds
+    while True:
+        try:
+            where = spread(items, ranks, micro, caps)
+            break
+        except NoRoomError:
+            micro += rounds
+    groups: list[list[list[int]]] = [[[] for _ in range(micro)] for _ in range(ranks)]
+    for i, (rank, at) in enumerate(zip(where.ranks, where.micro, strict=True)):
+        groups[rank][at].append(i)
+    return Deal(groups=tuple(tuple(map(tuple, own)) for own in groups), idle=evenness(items, where, ranks).idle)
 
 
 def evenness(items: Sequence[Item], where: Spread, ranks: int) -> Evenness:
@@ -126,7 +160,7 @@ class _Table:
                 raise ValueError(f"item {i}, {item}, is over {self.caps} alone; raise the cap, or cut the item")
         try:
             self._fill(np.argsort(-self.cost, kind="stable"), tight=False)
-        except ValueError:
+        except NoRoomError:
             # Where room is short sizes decide: the largest first, each where it leaves least.
             self.held[:], self.load[:], self.bin[:] = 0, 0.0, -1
             share = (self.size / self.room).max(axis=1)
@@ -137,7 +171,7 @@ class _Table:
         for i in order.tolist():
             fits = ((self.held + self.size[i]) <= self.room).all(axis=1)
             if not fits.any():
-                raise ValueError(
+                raise NoRoomError(
                     f"found no room for item {i}, {self.items[i]}, in {self.ranks} ranks * {self.micro} micro-batches "
                     f"under {self.caps}; raise a cap, or take more micro-batches"
                 )

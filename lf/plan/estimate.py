@@ -8,8 +8,9 @@ from typing import Literal
 
 import attrs
 
+from lf.models.media import Media, media_flops
 from lf.models.spec import Block, Layout, Load, ModelConfig, blocks, check_layout, flops
-from lf.parallel.config import MegatronParallel, resolve
+from lf.parallel.config import Hetero, MegatronParallel, resolve
 from lf.plan.buffers import Buffer, bucket_limit, buffers, in_order
 from lf.plan.pipeline import check_passes, idle, most_held
 
@@ -28,7 +29,9 @@ class Job:
     model: ModelConfig
     """The model."""
     parallel: MegatronParallel
-    """How it is spread."""
+    """How it is spread; where images are encoded apart, how the decoder is."""
+    vision: MegatronParallel | None = None
+    """How towers are, where images are encoded apart (`Hetero`)."""
     world: int
     """Ranks."""
     batch: int
@@ -43,6 +46,12 @@ class Job:
     """Whether rows may hold several documents."""
     cpu: bool = False
     """Whether the ranks are CPUs."""
+    media: tuple[Media, ...] = ()
+    """Images and videos of the row that has most of them, by which memory is planned."""
+    usual: float = 1.0
+    """Share of them that rows have on average, 0 to 1: for operations, and for all that is of a whole step's images."""
+    known: str = ""
+    """Where `media` is known from."""
 
 
 @attrs.frozen(kw_only=True)
@@ -71,7 +80,8 @@ class Traffic:
     """What a rank sends of one kind in a step."""
 
     axis: str
-    """The ranks that take part: a degree of parallelism, `dp` with the ranks of cp, or the stages' `ends`."""
+    """The ranks that take part: a degree of parallelism, `dp` with the ranks of cp, or the stages' `ends`; `mp` is tp
+    and pp together, a `replica` all ranks that share a model."""
     op: str
     """The collective."""
     ranks: int
@@ -112,6 +122,8 @@ class Stage:
     """Operations of a forward of each chunk."""
     backward: tuple[float, ...]
     """Operations of a backward of each chunk, with what is made again."""
+    apart: float
+    """Operations of a step before and after the pipeline runs: images that are encoded apart."""
 
 
 @attrs.frozen(kw_only=True)
@@ -127,7 +139,9 @@ class Plan:
     parameters: int
     """Parameters of the model, without padding."""
     flops: float
-    """Operations of a step over all ranks, without recomputation (`lf.models.spec.flops`)."""
+    """Operations of a step over all ranks, without recomputation (`lf.models.spec.flops`), those of images included."""
+    media_flops: float
+    """Those of images until they are tokens."""
     bubble: float
     """Share of the ranks' time that they wait for other stages, 0 to 1."""
     stages: tuple[Stage, ...]
@@ -139,7 +153,7 @@ def modules(parallel: MegatronParallel, choice: Choice) -> tuple[str, ...]:
     return {"none": (), "full": ("full",), "selective": tuple(parallel.recompute_modules)}[choice]
 
 
-def load_of(job: Job, choice: Choice) -> Load:
+def load_of(job: Job, layout: Layout, choice: Choice) -> Load:
     """Returns what a rank computes at a time."""
     return Load(
         rows=job.parallel.micro_batch,
@@ -148,12 +162,24 @@ def load_of(job: Job, choice: Choice) -> Load:
         recompute=modules(job.parallel, choice),
         packed=job.packed,
         cpu=job.cpu,
+        media=job.media,
+        usual=job.usual,
+        media_again=(job.vision.recompute if job.vision else choice) == "full",
+        micro=micro_batches(job, layout),
     )
+
+
+def parallel_of(job: Job) -> MegatronParallel | Hetero:
+    """Returns how a job is spread, as a run says it."""
+    if job.vision is None:
+        return job.parallel
+    rows, text = job.parallel.micro_batch, attrs.evolve(job.parallel, micro_batch=1)
+    return Hetero(micro_batch=rows, vision=job.vision, text=text)
 
 
 def layout_of(job: Job) -> Layout:
     """Returns the layout of a job; raises ValueError with the cure where it cannot be."""
-    layout = resolve(job.parallel, job.world)
+    layout = resolve(parallel_of(job), job.world)
     check_layout(job.model, layout, job.length)
     return layout
 
@@ -170,27 +196,30 @@ def plan(job: Job) -> Plan:
     micro = micro_batches(job, layout)
     check_passes(layout.pp, layout.vpp, micro)
     stages = tuple(stage_of(job, attrs.evolve(layout, pp_rank=rank), micro) for rank in range(layout.pp))
-    alone = blocks(job.model, Layout(), load_of(job, "none"))
+    alone, one = Layout(), attrs.evolve(job, media=())
+    whole = blocks(job.model, alone, load_of(one, alone, "none"))
+    images = job.batch * job.usual * sum(media_flops(job.model, item) for item in job.media)
     return Plan(
         job=job,
         layout=layout,
         micro_batches=micro,
-        parameters=sum(w.size - w.padding for w in in_order(alone) if not w.frozen),
-        flops=flops(job.model, job.batch, job.length),
-        bubble=idle([s.forward for s in stages], [s.backward for s in stages], micro),
+        parameters=sum(w.size - w.padding for w in in_order(whole) if not w.frozen),
+        flops=flops(job.model, job.batch, job.length) + images,
+        media_flops=images,
+        bubble=idle([s.forward for s in stages], [s.backward for s in stages], micro, max(s.apart for s in stages)),
         stages=stages,
     )
 
 
 def stage_memory(job: Job, layout: Layout, choice: Choice) -> Memory:
     """Returns the memory of a rank of the stage `layout.pp_rank`."""
-    found = blocks(job.model, layout, load_of(job, choice))
+    found = blocks(job.model, layout, load_of(job, layout, choice))
     return _memory(job, layout, found, _chunk_buffers(job, layout, found))
 
 
 def stage_of(job: Job, layout: Layout, micro: int, choices: Sequence[Choice] = CHOICES) -> Stage:
     """Returns the stage `layout.pp_rank`, its memory by some choices of recompute, the job's own among them."""
-    by_choice = {choice: blocks(job.model, layout, load_of(job, choice)) for choice in choices}
+    by_choice = {choice: blocks(job.model, layout, load_of(job, layout, choice)) for choice in choices}
     mine = by_choice[job.parallel.recompute]
     held, ranks = _chunk_buffers(job, layout, mine), job.world // layout.pp
     return Stage(
@@ -204,6 +233,7 @@ def stage_of(job: Job, layout: Layout, micro: int, choices: Sequence[Choice] = C
         pieces=_pieces(job, layout, mine, held),
         forward=_operations(mine, layout.vpp, backward=False),
         backward=_operations(mine, layout.vpp, backward=True),
+        apart=sum(3 * block.forward + block.again for block in mine if block.step),
     )
 
 
@@ -232,20 +262,23 @@ def _memory(job: Job, layout: Layout, found: Sequence[Block], held: Sequence[Buf
         gradients=sum(buffer.padded * MAIN for buffer in held),
         optimizer=sum(_optimizer(job, buffer) for buffer in held),
         activations=sum(size for _, size in _kept(found, _worst(job, layout, found))),
-        working=max(size for _, size in _working(found)),
+        working=max(size for _, size in _working(found, _worst(job, layout, found))),
     )
 
 
-def _working(found: Sequence[Block]) -> list[tuple[str, int]]:
+def _working(found: Sequence[Block], held: Sequence[int]) -> list[tuple[str, int]]:
     """Returns the bytes that each block holds besides while it runs, less what the last parts of its chunk have freed.
 
-    The output layer's backward is done before that of the layers, and what it has kept is gone.
+    The output layer's backward is done before that of the layers, and what it has kept is gone. So is all that is of
+    micro-batches when what works for the whole step goes backward.
     """
+    pipeline = sum(size for _, size in _kept([block for block in found if not block.step], held))
     made: list[tuple[str, int]] = []
     # What the parts without layers that follow have kept, by chunk.
     freed: dict[int, int] = {}
     for block in reversed(found):
-        made.append((block.name, max(0, block.working - (freed.get(block.chunk, 0) if block.layers else 0))))
+        gone = pipeline if block.step else freed.get(block.chunk, 0) if block.layers else 0
+        made.append((block.name, max(0, block.working - gone)))
         if not block.layers:
             freed[block.chunk] = freed.get(block.chunk, 0) + sum(size for _, size in block.saved)
     return made[::-1]
@@ -263,15 +296,15 @@ def _optimizer(job: Job, buffer: Buffer) -> int:
 
 def _worst(job: Job, layout: Layout, found: Sequence[Block]) -> tuple[int, ...]:
     """Returns the micro-batches in flight of each chunk when they hold most."""
-    one = (1,) * layout.vpp
-    alone = [sum(size for _, size in _kept(inside, one)) for inside in _by_chunk(found, layout.vpp)]
+    one, passes = (1,) * layout.vpp, [block for block in found if not block.step]
+    alone = [sum(size for _, size in _kept(inside, one)) for inside in _by_chunk(passes, layout.vpp)]
     return most_held(layout.pp_rank, layout.pp, micro_batches(job, layout), alone)
 
 
 def _kept(found: Sequence[Block], held: Sequence[int]) -> list[tuple[str, int]]:
     """Returns the bytes of what forwards have kept, by name, with so many micro-batches in flight of each chunk."""
     kept = [
-        (f"{block.name}: {name}", size * block.count * held[block.chunk])
+        (f"{block.name}: {name}", size * (1 if block.step else block.count * held[block.chunk]))
         for block in found
         for name, size in block.saved
     ]
@@ -291,11 +324,11 @@ def _pieces(job: Job, layout: Layout, found: Sequence[Block], held: Sequence[Buf
         sizes[name] = sizes.get(name, 0) + size
     for block in found:
         for weight in block.weights:
-            name = f"{block.name}: {weight.name}, its gradient"
-            each = weight.size * ((weight.itemsize or job.itemsize) + MAIN)
+            name = f"{block.name}: {weight.name}" + ("" if weight.frozen else ", its gradient")
+            each = weight.size * ((weight.itemsize or job.itemsize) + (0 if weight.frozen else MAIN))
             sizes[name] = sizes.get(name, 0) + each * block.count
     sizes["main weights and state of the optimiser"] = sum(_optimizer(job, buffer) for buffer in held)
-    largest, size = max(_working(found), key=lambda pair: pair[1])
+    largest, size = max(_working(found, _worst(job, layout, found)), key=lambda pair: pair[1])
     sizes[f"{largest}: working memory"] = size
     return tuple(sorted(((n, s) for n, s in sizes.items() if s), key=lambda pair: -pair[1]))
 
@@ -311,7 +344,7 @@ def _holds(inside: Sequence[Block]) -> str:
 
 def _operations(found: Sequence[Block], chunks: int, *, backward: bool) -> tuple[float, ...]:
     total = [0.0] * chunks
-    for block in found:
+    for block in (block for block in found if not block.step):
         total[block.chunk] += block.count * (2 * block.forward + block.again if backward else block.forward)
     return tuple(total)
 
@@ -327,7 +360,7 @@ def traffic(layout: Layout, found: Sequence[Block], held: Sequence[Buffer], micr
 
     for block in found:
         for message in block.messages:
-            add(message.axis, message.op, message.size, message.calls * block.count * micro)
+            add(message.axis, message.op, message.size, message.calls * (1 if block.step else block.count * micro))
     for buffer in held:
         axis = "expert dp" if buffer.expert else "dp"
         for size in buffer.buckets:
@@ -351,6 +384,8 @@ def _ranks(layout: Layout, axis: str) -> int:
         "expert dp": layout.dp * layout.tp * layout.cp // (layout.ep * layout.etp),
         "ends": min(2, layout.pp),
         "etp*ep": layout.etp * layout.ep,
+        "mp": layout.tp * layout.pp,
+        "replica": layout.tp * layout.cp * layout.pp,
     }
     return special.get(axis) or int(getattr(layout, axis))
 

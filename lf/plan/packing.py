@@ -89,10 +89,14 @@ def pack_row(
     labels[: len(stream) - 1] = stream[1:]
     cuts = [] if cross_documents else starts
     labels[[start - 1 for start in cuts]] = IGNORE
-    edges = [0, *(start for start in cuts if start < real), real]
+    return PackedRow(tokens=tokens, labels=labels, lengths=segments(cuts, real, seq_len), real=real)
+
+
+def segments(starts: list[int], real: int, seq_len: int) -> tuple[int, ...]:
+    """Returns the `lengths` of a packed row: documents start at 0 and at `starts`, and padding fills it from `real`."""
+    edges = [0, *(start for start in starts if start < real), real]
     lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
-    padding = (seq_len - real,) if real < seq_len else ()
-    return PackedRow(tokens=tokens, labels=labels, lengths=lengths + padding, real=real)
+    return lengths + ((seq_len - real,) if real < seq_len else ())
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -63,10 +63,13 @@ def most_held(stage: int, pp: int, micro: int, sizes: Sequence[float]) -> tuple[
     return tuple(held)
 
 
-def idle(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], micro: int) -> float:
+def idle(
+    forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], micro: int, apart: float = 0.0
+) -> float:
     """Returns the share of the ranks' time that they wait for each other in a step (the bubble), 0 to 1.
 
-    `forward` and `backward` [stage][chunk] are the times of a pass of a micro-batch; sending takes none.
+    `forward` and `backward` [stage][chunk] are the times of a pass of a micro-batch; sending takes none. `apart` is
+    what every rank works for while no pipeline runs.
     """
     pp, vpp = len(forward), len(forward[0])
     few = _enough(pp, vpp, micro)
@@ -74,8 +77,8 @@ def idle(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]
     if few < micro:
         step = pp if vpp > 1 else 1
         total += (micro - few) / step * (total - makespan(forward, backward, few - step))
-    busy = micro * sum(map(sum, [*forward, *backward]))
-    return max(0.0, 1.0 - busy / (pp * total)) if total else 0.0
+    busy, whole = micro * sum(map(sum, [*forward, *backward])) + pp * apart, pp * (total + apart)
+    return max(0.0, 1.0 - busy / whole) if whole else 0.0
 
 
 def makespan(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], micro: int) -> float:

@@ -8,7 +8,6 @@ import math
 
 import attrs
 
-from lf.parallel.config import MegatronParallel
 from lf.plan.estimate import Job, Stage, layout_of, micro_batches, stage_of
 from lf.plan.near import allowed, changes, grid
 
@@ -36,8 +35,8 @@ class Devices:
 class Timed:
     """A layout that fits, with its time."""
 
-    parallel: MegatronParallel
-    """The layout."""
+    job: Job
+    """The job in this layout."""
     changes: tuple[tuple[str, object], ...]
     """Where it differs from the run's."""
     seconds: float
@@ -59,6 +58,8 @@ def spans(job: Job) -> dict[str, int]:
         "expert dp": p.tp * p.cp * p.dp,
         "pp": job.world,
         "ends": job.world,
+        "mp": job.world,
+        "replica": job.world,
     }
 
 
@@ -81,15 +82,15 @@ def step_seconds(job: Job, stages: tuple[Stage, ...], devices: Devices) -> float
     overlap the distributed optimiser's collectives hide behind one micro-batch: the last backward, the first forward.
     """
     layout = layout_of(job)
-    micro, slowest, exposed = micro_batches(job, layout), 0.0, 0.0
+    micro, slowest, exposed, apart = micro_batches(job, layout), 0.0, 0.0, 0.0
     for stage in stages:
         forward, backward = (sum(times) / (devices.tflops * 1e12) for times in (stage.forward, stage.backward))
         within, reduce, gather = sending(job, stage, devices)
         slowest = max(slowest, forward + backward + within / micro)
         if job.parallel.overlap:
             reduce, gather = max(0.0, reduce - backward), max(0.0, gather - forward)
-        exposed = max(exposed, reduce + gather)
-    return (micro + (layout.pp - 1) / layout.vpp) * slowest + exposed
+        exposed, apart = max(exposed, reduce + gather), max(apart, stage.apart / (devices.tflops * 1e12))
+    return (micro + (layout.pp - 1) / layout.vpp) * slowest + exposed + apart
 
 
 def search(job: Job, devices: Devices, memory: float = 0.0, count: int = 5) -> tuple[Timed, ...]:
@@ -100,8 +101,8 @@ def search(job: Job, devices: Devices, memory: float = 0.0, count: int = 5) -> t
     """
     old, found = job.parallel, []
     chunks, rows = sorted({*CHUNKS, old.vpp}), sorted({*ROWS, old.micro_batch})
-    for parallel in itertools.chain([old], (each for each in grid(job, chunks, rows) if each != old)):
-        new = attrs.evolve(job, parallel=parallel)
+    for new in itertools.chain([job], (each for each in grid(job, chunks, rows) if each != job)):
+        parallel = new.parallel
         if max(parallel.tp, parallel.etp) > devices.node or not allowed(new):
             continue
         layout = layout_of(new)
@@ -114,5 +115,5 @@ def search(job: Job, devices: Devices, memory: float = 0.0, count: int = 5) -> t
                 break
         if not memory or most <= memory:
             seconds = step_seconds(new, tuple(stages), devices)
-            found.append(Timed(parallel=parallel, changes=changes(old, parallel), seconds=seconds, peak=most))
+            found.append(Timed(job=new, changes=changes(job, new), seconds=seconds, peak=most))
     return tuple(sorted(found, key=lambda each: (each.seconds, each.peak))[:count])

@@ -1,10 +1,12 @@
 """A plan as text for a terminal, and as plain values for JSON."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
+from lf.models.media import media_tokens
 from lf.plan.estimate import CHOICES, Plan, modules, worst
 from lf.plan.near import Option, nearest
 from lf.plan.speed import Timed
@@ -12,6 +14,8 @@ from lf.plan.speed import Timed
 GIB = 2**30
 PIECES = CHUNKS = 8
 """Pieces of a rank, and chunks of a stage, that are shown."""
+GRIDS = 4
+"""Sizes of pictures that are shown."""
 
 
 def as_json(plan: Plan, memory: float = 0.0, fastest: Sequence[Timed] = ()) -> dict[str, Any]:
@@ -22,6 +26,9 @@ def as_json(plan: Plan, memory: float = 0.0, fastest: Sequence[Timed] = ()) -> d
             values["memory"][choice] = {**attrs.asdict(each), "peak": each.peak}
         values["traffic"] = [{**attrs.asdict(each), "wire": each.wire} for each in stage.traffic]
     made |= {"world": plan.job.world, "recompute": plan.job.parallel.recompute, "worst_stage": worst(plan)[0]}
+    if plan.job.known:
+        made["images"] = {"row": [list(item.grids) for item in plan.job.media], "usual": plan.job.usual}
+        made["images"] |= {"known": plan.job.known, "apart": plan.job.vision is not None}
     if memory:
         made["memory"], made["fits"] = memory, worst(plan)[1] <= memory
         near = () if made["fits"] else nearest(plan.job, memory)
@@ -44,6 +51,7 @@ def _head(plan: Plan) -> str:
     rank = f"tp + {at.tp} * (cp + {at.cp} * (dp + {at.dp} * pp))"
     chunks = f", {at.vpp} chunks a stage" if at.vpp > 1 else ""
     wait = f"{plan.bubble:.1%} of the time" if at.pp > 1 else "none"
+    towers = f"; of towers: {job.vision.recompute}" if job.vision else ""
     return "\n".join(
         [
             f"{job.world} ranks: tp {at.tp}{' with sp' if at.sp else ''}, cp {at.cp}, dp {at.dp}, pp {at.pp}{chunks}"
@@ -51,10 +59,27 @@ def _head(plan: Plan) -> str:
             f"model: {plan.parameters:,} parameters, {job.itemsize} bytes each",
             f"step: {job.batch} rows of {job.length} tokens, "
             f"{plan.micro_batches} micro-batches of {p.micro_batch} a rank",
+            *([_images(plan)] if job.known else []),
             f"operations of a step: {plan.flops:.3g} ({plan.flops / job.world:.3g} a rank), recomputation not counted",
-            f"recompute: {p.recompute}; selective is {', '.join(modules(p, 'selective'))}",
+            f"recompute: {p.recompute}; selective is {', '.join(modules(p, 'selective'))}{towers}",
             f"pipeline bubble: {wait}",
         ]
+    )
+
+
+def _images(plan: Plan) -> str:
+    """Returns what the plan takes as the images of a row."""
+    job, at = plan.job, plan.layout
+    grids = Counter(grid for item in job.media for grid in item.grids)
+    named = [f"{count} of {' x '.join(map(str, grid))} patches" for grid, count in grids.most_common(GRIDS)]
+    more = [f"{sum(grids.values()) - sum(grids[g] for g, _ in grids.most_common(GRIDS))} others"]
+    tokens = sum(media_tokens(job.model, item) for item in job.media)
+    usual = "" if job.usual == 1.0 else f", of which rows have {job.usual:.0%} on average"
+    who = f"all {at.tp * at.cp * at.pp} ranks of a replica" if job.vision else "the ranks of stage 0"
+    return (
+        f"images of a row, {job.known}: {', '.join([*named, *more * (len(grids) > GRIDS)]) or 'none'}, "
+        f"{tokens:,} tokens together{usual}\n"
+        f"they are encoded by {who}, in {plan.media_flops / plan.flops:.1%} of the operations"
     )
 
 

@@ -2,31 +2,61 @@
 
 from collections.abc import Mapping, Sequence
 
+import attrs
 import numpy as np
+from attrs.validators import ge
 from numpy.typing import NDArray
 
 Work = Mapping[str, float]
 """How much there is of each kind of work: `lf.models.work` counts it."""
-Rates = Mapping[str, float]
-"""Seconds of a unit of each kind; others cost nothing."""
 
 
-def even_rates(tflops: float = 1.0) -> dict[str, float]:
+@attrs.frozen(kw_only=True)
+class Rates:
+    """What work takes, in seconds of a unit of each kind; a kind of 0 costs nothing."""
+
+    steps: float = attrs.field(default=0.0, validator=ge(0.0))
+    """A step, whatever its rows."""
+    calls: float = attrs.field(default=0.0, validator=ge(0.0))
+    """A row, an image or a video, however large."""
+    matrices: float = attrs.field(default=0.0, validator=ge(0.0))
+    """An operation of the matrices that every token goes through."""
+    experts: float = attrs.field(default=0.0, validator=ge(0.0))
+    """An operation of routed experts."""
+    causal: float = attrs.field(default=0.0, validator=ge(0.0))
+    """An operation of causal attention's pairs."""
+    window: float = attrs.field(default=0.0, validator=ge(0.0))
+    """The same of attention within a window."""
+    full: float = attrs.field(default=0.0, validator=ge(0.0))
+    """The same of attention to everything."""
+    patches: float = attrs.field(default=0.0, validator=ge(0.0))
+    """A patch of an image or a video."""
+    towers: float = attrs.field(default=0.0, validator=ge(0.0))
+    """An operation of towers and projectors."""
+
+
+def even_rates(tflops: float = 1.0) -> Rates:
     """Returns the rates of a device that does every operation equally fast: what to take before a measurement."""
-    return dict.fromkeys(("matrices", "experts", "causal", "window", "towers"), 1e-12 / tflops)
+    each = 1e-12 / tflops
+    return Rates(matrices=each, experts=each, causal=each, window=each, full=each, towers=each)
 
 
 def seconds(rates: Rates, work: Work) -> float:
-    """Returns how long some work takes."""
-    return sum(rates.get(kind, 0.0) * amount for kind, amount in work.items())
+    """Returns how long some work takes; raises ValueError for a kind that `Rates` does not have."""
+    kinds = attrs.asdict(rates)
+    if unknown := sorted(work.keys() - kinds.keys()):
+        told = f"{', '.join(unknown)}, which are none of {', '.join(kinds)}"
+        raise ValueError(f"work of the kinds {told}; use one of them")
+    return sum(kinds[kind] * amount for kind, amount in work.items())
 
 
-def fit(work: Sequence[Sequence[Work]], measured: Sequence[float]) -> dict[str, float]:
+def fit(work: Sequence[Sequence[Work]], measured: Sequence[float]) -> Rates:
     """Returns the rates that explain measured times best in the sense of least squares, none below 0.
 
     `work` is that of each rank, for each time: a time is that of the slowest of its ranks, which wait for each other.
     Give one rank where each is timed alone. Which rank is slowest follows from the rates, so they are fitted again
-    until it does not change. Raises ValueError where the measurements cannot tell kinds apart.
+    until it does not change. Kinds that always grow together get one rate. Raises ValueError where the measurements
+    cannot tell others apart.
     """
     if len(work) != len(measured) or len({len(ranks) for ranks in work}) != 1:
         raise ValueError(
@@ -34,22 +64,33 @@ def fit(work: Sequence[Sequence[Work]], measured: Sequence[float]) -> dict[str, 
             "time for each step, and every step the same ranks"
         )
     kinds = sorted({kind for ranks in work for one in ranks for kind, amount in one.items() if amount})
-    table = np.array([[[one.get(kind, 0.0) for kind in kinds] for one in ranks] for ranks in work])
-    scale, times = table.mean(axis=(0, 1)), np.array(measured, np.float64)
-    rates, slowest = np.ones(len(kinds)), np.full(len(work), -1)
+    every = np.array([[[one.get(kind, 0.0) for kind in kinds] for one in ranks] for ranks in work])
+    means = every.mean(axis=(0, 1))
+    same = _first_alike(every / means)
+    heads = sorted(set(same))
+    scale = np.array([means[np.equal(same, head)].sum() for head in heads])
+    table, times = every[..., heads] / means[heads], np.array(measured, np.float64)
+    rates, slowest = np.ones(len(heads)), np.full(len(work), -1)
     for _ in range(50):
-        found = (table / scale @ rates).argmax(axis=1)
+        found = (table @ rates).argmax(axis=1)
         if np.array_equal(found, slowest):
             break
         slowest = found
-        rows = table[np.arange(len(work)), slowest] / scale
-        if np.linalg.matrix_rank(rows) < len(kinds):
+        rows = table[np.arange(len(work)), slowest]
+        if np.linalg.matrix_rank(rows) < len(heads):
             raise ValueError(
-                f"{len(work)} measurements do not tell the costs of {', '.join(kinds)} apart; measure packs of more "
-                "different lengths, or leave out kinds that always grow together"
+                f"{len(work)} measurements do not tell the costs of {', '.join(kinds[k] for k in heads)} apart; "
+                "measure rows of more different lengths, or more of them"
             )
         rates = _least_squares(rows, times)
-    return dict(zip(kinds, (rates / scale).tolist(), strict=True))
+    each = dict(zip(heads, (rates / scale).tolist(), strict=True))
+    return Rates(**{kind: each[head] for kind, head in zip(kinds, same, strict=True)})
+
+
+def _first_alike(table: NDArray[np.float64]) -> list[int]:
+    """Returns the first column that equals each column of the last axis."""
+    kinds = range(table.shape[-1])
+    return [next(j for j in kinds if np.allclose(table[..., j], table[..., k])) for k in kinds]
 
 
 def _least_squares(table_NK: NDArray[np.float64], seconds_N: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -27,6 +27,8 @@ class Comm:
     """Gives the objects of all ranks, in order, to rank 0 and None to the others."""
     broadcast: Callable[[Any], Any]
     """Gives rank 0's object to all."""
+    group: Any = None
+    """Their process group of torch.distributed, None where that is the default one."""
 
 
 ALONE = Comm(rank=0, world=1, gather=lambda value: [value], broadcast=lambda value: value)
@@ -53,7 +55,7 @@ def distributed(group: Any = None) -> Comm:
         dist.broadcast_object_list(row, src=0, group=group)
         return row[0]
 
-    return Comm(rank=rank, world=world, gather=gather, broadcast=broadcast)
+    return Comm(rank=rank, world=world, gather=gather, broadcast=broadcast, group=group)
 
 
 def together(comm: Comm, work: Callable[[], T], finish: Callable[[list[T]], U], failed: type[Exception]) -> U:

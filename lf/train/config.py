@@ -9,6 +9,7 @@ from lf.data.config import DataConfig, TokenizerConfig
 from lf.models.lora import Lora
 from lf.models.spec import ModelConfig
 from lf.parallel.config import MegatronParallel, ParallelConfig
+from lf.plan.work import Rates
 
 MAY_CHANGE: dict[str, Any] = {"resume": True}
 """Metadata of a field of `Run` that a resume may change."""
@@ -144,6 +145,28 @@ class Log:
     """Weights & Biases project to report to (needs the extra `log`); empty reports nowhere."""
 
 
+def _some_rate(owner: object, field: "attrs.Attribute[Any]", value: Rates | None) -> None:
+    if value is not None and not any(attrs.astuple(attrs.evolve(value, steps=0.0))):
+        raise ValueError(f"{field.name} are 0 for all that rows have, so none costs anything; give others, or None")
+
+
+@attrs.frozen(kw_only=True)
+class Balance:
+    """Rows of a step go to ranks and micro-batches by what they cost, so that ranks wait less for each other.
+
+    The rows of a step stay, and so do loss and gradients, but for losses over whole micro-batches (`switch` and
+    `global` of `Experts.balance`) and experts of limited capacity. Sources that know the sizes of their rows tell them;
+    the rows of others are read by turns, and those that change ranks are sent.
+    """
+
+    rates: Rates | None = attrs.field(default=None, validator=_some_rate)
+    """What work takes, as `bench.py rates` measures it; None takes every operation as equally fast."""
+    tokens: int = attrs.field(default=0, validator=ge(0))
+    """Most tokens of a micro-batch, padding included; 0 is any. Rows without room make further micro-batches."""
+    patches: int = attrs.field(default=0, validator=ge(0))
+    """Most patches of the images and videos of a micro-batch, which the memory of their tower grows with; 0 is any."""
+
+
 @attrs.frozen(kw_only=True)
 class Save:
     """Checkpoints and exports."""
@@ -196,6 +219,8 @@ class Run:
     """Low-rank adapters that are trained in place of the weights; None trains the weights. For the torch path."""
     parallel: ParallelConfig = attrs.field(default=MegatronParallel(), metadata=MAY_CHANGE)
     """How the run is spread over ranks. A resume may change it."""
+    balance: Balance | None = attrs.field(default=None, metadata=MAY_CHANGE)
+    """How rows are spread over ranks by what they cost; None takes them by turns. A resume may change it."""
     precision: Precision = Precision()
     """Number formats."""
     steps: int = attrs.field(default=1000, validator=ge(1), metadata=MAY_CHANGE)

@@ -1,6 +1,7 @@
 """The only training loop: data, step, evaluation, reports, checkpoints, signals. It never asks which path it is on."""
 
 import contextlib
+import functools
 import math
 import signal
 import time
@@ -12,7 +13,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from lf.data.loader import Fetched, eval_batches, micro_batches, prefetch
+from lf.data.loader import Fetched, eval_rows, prefetch, step_rows
 from lf.data.source import Row, Rows
 from lf.devices.device import Device
 from lf.models.hf_folder import few
@@ -21,6 +22,7 @@ from lf.train import checkpoint
 from lf.train.background import Background, check_memory, own_group, snapshot
 from lf.train.comm import Comm, told
 from lf.train.config import Run
+from lf.train.even import dealer, exchanges, leave
 from lf.train.folder import HF, check_room
 from lf.train.meter import Timing, add_timing, eval_line, line, report_step, to_json
 from lf.train.names import WEIGHT, key
@@ -95,6 +97,8 @@ class _Aside:
     """Where a checkpoint is written that does not hold the steps up."""
     comm: Comm
     """The exchange of the ranks' threads that write it."""
+    dealing: Comm
+    """The exchange of held-out rows."""
 
 
 class _StoppedError(Exception):
@@ -158,35 +162,53 @@ def _collated(job: Job, groups: Sequence[Sequence[Row | None]], like: Row) -> li
     return [collate(job.model, group, like) for group in groups]
 
 
-def _share(job: Job) -> dict[str, int]:
-    return {
-        "batch": job.run.batch,
-        "micro_batch": job.run.parallel.micro_batch,
-        "dp": job.layout.dp,
-        "dp_rank": job.layout.dp_rank,
-        # The interleaved schedule takes micro-batches in rounds of one for each stage.
-        "rounds": job.layout.pp if job.layout.vpp > 1 else 1,
-    }
+def _comm(job: Job, own: bool) -> contextlib.AbstractContextManager[Comm]:
+    """Gives the exchange of the ranks, or one of a thread's own."""
+    return own_group(job.comm) if own else contextlib.nullcontext(job.comm)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Made:
+    """What a rank trains on at a step."""
+
+    batches: list[Batch]
+    """Its micro-batches."""
+    idle: float | None
+    """The share of the ranks' time that they wait for the slowest, as planned."""
+
+
+@contextlib.contextmanager
+def _ahead(job: Job) -> Iterator[Iterator[Fetched[_Made]]]:
+    """Gives what this rank trains on at each step that is left, made in a thread ahead of it."""
+    run, like = job.run, job.rows.row(0, 0)
+    apart = exchanges(run, job.rows)
+    with _comm(job, apart) as comm:
+        deal = dealer(run, job.model, job.rows, job.layout, comm)
+
+        def make(step: int) -> _Made:
+            dealt = deal(step_rows(step, run.batch))
+            return _Made(batches=_collated(job, dealt.micro, like), idle=dealt.idle)
+
+        steps = range(job.engine.state.step + 1, run.steps + 1)
+        with prefetch(make, steps, leave=functools.partial(leave, comm) if apart else None) as feed:
+            yield feed
 
 
 def train(job: Job) -> Ended:
     """Runs the steps that are left, saves and exports, and returns how it ended."""
-    run, like = job.run, job.rows.row(0, 0)
-
-    def make(step: int) -> list[Batch]:
-        return _collated(job, micro_batches(job.rows, step=step, **_share(job)), like)
-
+    run, held_out = job.run, job.eval_rows
     with (
         job.lock,
         contextlib.closing(job.sinks),
         contextlib.closing(job.progress),
         _signals() as signals,
         profile_window(run.profile, job.folder, rank=job.comm.rank) as begin,
-        prefetch(make, range(job.engine.state.step + 1, run.steps + 1)) as feed,
-        own_group(job.comm) if run.save.background else contextlib.nullcontext(job.comm) as comm,
+        _ahead(job) as feed,
+        _comm(job, run.save.background) as comm,
+        _comm(job, held_out is not None and exchanges(run, held_out)) as dealing,
         Background() as saving,
     ):
-        ended = _steps(job, feed, begin, _Aside(signals=signals, saving=saving, comm=comm))
+        ended = _steps(job, feed, begin, _Aside(signals=signals, saving=saving, comm=comm, dealing=dealing))
         if ended.signal:
             name = signal.Signals(ended.signal).name
             job.say(f"{name}: step {ended.state.step} of {run.steps} is saved; the same command goes on from there")
@@ -195,7 +217,7 @@ def train(job: Job) -> Ended:
         return ended
 
 
-def _steps(job: Job, feed: Iterator[Fetched[list[Batch]]], begin: Callable[[int], None], aside: _Aside) -> Ended:
+def _steps(job: Job, feed: Iterator[Fetched[_Made]], begin: Callable[[int], None], aside: _Aside) -> Ended:
     run, state = job.run, job.engine.state
     saved = state.step or -1
     window: tuple[Timing, ...] | None = None
@@ -206,7 +228,7 @@ def _steps(job: Job, feed: Iterator[Fetched[list[Batch]]], begin: Callable[[int]
         while (fetched := _next(job, feed, aside)) is not None:
             begin(fetched.step)
             started = time.perf_counter()
-            state, metrics = job.engine.step(state, fetched.value)
+            state, metrics = job.engine.step(state, fetched.value.batches)
             if window is None:
                 # Only now the optimiser has all its state.
                 check_room(job.folder, job.engine.pieces(state), _saves_left(job, state), job.comm)
@@ -275,7 +297,7 @@ def _report(
     state: TrainState,
     metrics: Metrics,
     window: tuple[Timing, ...] | None,
-    fetched: Fetched[list[Batch]],
+    fetched: Fetched[_Made],
     seconds: float,
 ) -> tuple[Timing, ...]:
     run, length = job.run, job.rows.describe().get("length", 0)
@@ -283,7 +305,7 @@ def _report(
         seconds=seconds + fetched.wait,
         data_seconds=fetched.wait,
         tokens=metrics.tokens,
-        flops=flops(job.model, run.batch, length) if length else 0.0,
+        flops=flops(job.model, run.batch, length) + metrics.media_flops if length else 0.0,
     )
     window = add_timing(window, timing)
     report = report_step(
@@ -299,6 +321,7 @@ def _report(
         devices=job.comm.world,
         peak=job.device.peak(run.precision.params),
         memory=job.device.memory(),
+        idle=fetched.value.idle,
     )
     job.sinks.write(to_json(report))
     job.progress.update(state.step, f"loss {metrics.loss:.4f}")
@@ -312,8 +335,9 @@ def _evaluate(job: Job, state: TrainState, aside: _Aside, *, write: bool) -> flo
     if job.eval_rows is None:
         return None
     like = job.eval_rows.row(0, 0)
-    wanted = eval_batches(job.eval_rows, batches=job.run.eval.batches, **_share(job))
-    source = (_collated(job, rows, like) for rows in wanted)
+    deal = dealer(job.run, job.model, job.eval_rows, job.layout, aside.dealing)
+    wanted = eval_rows(job.eval_rows, job.run.batch, job.run.eval.batches)
+    source = (_collated(job, deal(numbers).micro, like) for numbers in wanted)
     values = job.engine.evaluate(state, iter(lambda: _next(job, source, aside), None))
     loss = values.pop("loss")
     if write:

@@ -55,6 +55,8 @@ class StepReport:
     """Seconds to the end of the run."""
     seconds: float
     """Wall-clock time of this step, in seconds."""
+    idle: float | None
+    """Share of the ranks' time that they wait for the slowest, as the step was planned, 0 to 1."""
 
 
 def add_timing(window: tuple[Timing, ...] | None, timing: Timing) -> tuple[Timing, ...]:
@@ -79,6 +81,7 @@ def report_step(
     devices: int,
     peak: float | None,
     memory: Memory,
+    idle: float | None = None,
 ) -> StepReport:
     """Returns the report of a step of `steps`, given the window after it and the step's own timing.
 
@@ -102,6 +105,7 @@ def report_step(
         data_wait=sum(each.data_seconds for each in timed) / max(sum(each.seconds for each in timed), 1e-9),
         eta=(steps - step) * seconds / len(window) if window else None,
         seconds=timing.seconds,
+        idle=idle,
     )
 
 

@@ -50,6 +50,7 @@ from lf.parallel.config import Hetero, megatron_part, resolve
 from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
+from lf.train.even import check_balance
 from lf.train.folder import (
     ADAPTER,
     HF,
@@ -117,6 +118,8 @@ def check_run(run: Run, model: ModelConfig, device: Device, world: int) -> Layou
         )
     if run.adapt is not None:
         _check_adapt(run, path)
+    if run.balance is not None:
+        check_balance(model)
     check_schedule(run.optim.schedule, run.steps)
     check_window(run.profile, run.steps)
     check_sinks(run.log)

@@ -43,6 +43,8 @@ class Metrics:
     """Learning rate of the step."""
     tokens: int
     """Tokens of the step, without padding."""
+    media_flops: float
+    """Operations of forward and backward until the step's images and videos are tokens."""
 
 
 TrainStep = Callable[[TrainState, Iterable[Batch]], tuple[TrainState, Metrics]]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lf.models.media import batch_flops
 from lf.models.spec import Batch, Layout, ModelConfig, draw, loss_coefficients, loss_weights, slice_batch
 from lf.train.config import Run
 from lf.train.meter import finite
@@ -69,16 +70,18 @@ def train_step(run: Run, cfg: ModelConfig, mechanics: Mechanics) -> TrainStep:
 
     def step(state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
         number = state.step + 1
-        drawn = (draw(cfg, batch, run.seed, number) for batch in batches)
+        drawn = [draw(cfg, batch, run.seed, number) for batch in batches]
         micro = tuple(slice_batch(cfg, batch, mechanics.layout) for batch in drawn)
-        weights, tokens = _weigh(cfg, micro, mechanics.group)
+        # Context parallel ranks, over which is summed too, have the same images.
+        images = sum(batch_flops(cfg, batch) for batch in drawn) / mechanics.layout.cp
+        weights, tokens, images = _weigh(cfg, micro, images, mechanics.group)
         done = mechanics.run(state, Pass(step=number, micro=micro, weights=weights, train=True))
         loss, terms = _means(cfg, _total(done, mechanics.group), weights)
         norm = mechanics.norm(state)
         _check_finite(number, loss, norm, micro, done)
         rate = optim.lr * factor(optim.schedule, number, run.steps)
         mechanics.update(state, rate, optim.clip / (norm + 1e-6) if 0 < optim.clip < norm else 1.0)
-        metrics = Metrics(loss=loss, terms=terms, grad_norm=norm, lr=rate, tokens=tokens)
+        metrics = Metrics(loss=loss, terms=terms, grad_norm=norm, lr=rate, tokens=tokens, media_flops=images)
         return attrs.evolve(state, step=number, tokens=state.tokens + tokens), metrics
 
     return step
@@ -146,18 +149,21 @@ def _own_weights(cfg: ModelConfig, micro: Sequence[Batch]) -> dict[str, float]:
     return {name: math.fsum(float(weights[name]) for weights in found) for name in found[0]}
 
 
-def _weigh(cfg: ModelConfig, micro: Sequence[Batch], group: Any) -> tuple[dict[str, float], int]:
-    """Returns the weight of each loss term over the global batch, and its tokens without padding."""
-    own = _own_weights(cfg, micro)
-    totals = _sum_over({**own, "": float(sum(batch["count"] for batch in micro))}, group)
-    tokens = round(totals.pop(""))
+def _weigh(cfg: ModelConfig, micro: Sequence[Batch], images: float, group: Any) -> tuple[dict[str, float], int, float]:
+    """Returns the weight of each loss term over the global batch, its tokens without padding, and the sum of `images`.
+
+    All are summed at once.
+    """
+    counted = {" tokens": float(sum(batch["count"] for batch in micro)), " images": images}
+    totals = _sum_over({**_own_weights(cfg, micro), **counted}, group)
+    tokens, images = round(totals.pop(" tokens")), totals.pop(" images")
     if not any(totals.values()):
         ids = [i for batch in micro for i in batch["ids"]]
         raise ValueError(
             f"the global batch has no position to train: every label of {ids} is ignored; "
             "use longer rows, or data whose labels are not all masked"
         )
-    return totals, tokens
+    return totals, tokens, images
 
 
 def _total(done: Sequence[Mapping[str, float]], group: Any) -> dict[str, float]:

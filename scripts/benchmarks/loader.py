@@ -18,7 +18,7 @@ import torch
 import lf
 from lf.data.lerobot import LeRobotRows
 from lf.data.lerobot_record import Take, write_dataset
-from lf.data.loader import micro_batches, prefetch, read_rows
+from lf.data.loader import Share, by_turns, prefetch, read_rows, step_rows
 from lf.data.source import DataCtx, open_data
 from lf.data.video import Pixels
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Step, measure, summarise
@@ -174,7 +174,7 @@ def waits(rows: LeRobotRows, batch: int, steps: int) -> tuple[float, float]:
 
 
 def _batch(rows: LeRobotRows, batch: int, step: int) -> Any:
-    return micro_batches(rows, step=step, batch=batch, micro_batch=batch, dp=1, dp_rank=0)
+    return by_turns(rows, step_rows(step, batch), Share(micro_batch=batch)).micro
 
 
 def _timed(work: Any) -> float:

@@ -203,6 +203,15 @@ def latent_batch(space: Space, rows: Sequence[Mapping[str, Any] | None]) -> spec
     }
 
 
+def row_sizes(space: Space, row: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the tokens of a row's latents, those of its references included, and of its text."""
+    latents = (row["latents"], *(row.get("references") or ()))
+    tokens = sum(math.prod(grid_of(one.shape, space.patch)) for one in latents)
+    length = row.get("text_length")
+    text = len(row["text"]) if length is None else int(length)
+    return tokens, space.text if space.pad_text else text
+
+
 def _empties(made: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any] | None]) -> list[Tensor]:
     """Returns the empty caption of each sample, none where the rows have none; a filler's is its text."""
     without = [str(row["id"]) for one, row in zip(made, rows, strict=True) if row is not None and "empty" not in one]

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from lf.models import spec
 from lf.models.diffusion.family import Family, family_of
+from lf.models.diffusion.latent import row_sizes
 from lf.models.diffusion.packed import Grid, Packing
 from lf.models.diffusion.qwen_image_model import SINUSOIDS, QwenImageModel
 from lf.models.diffusion.qwen_image_model import QwenImage as QwenImage
 from lf.models.initialise import normal
 from lf.models.llm.fields import flag, whole
 from lf.models.weights import Rule, Same, WeightMap
+from lf.models.work import RowWork, row_work
 
 KIND = "QwenImageTransformer2DModel"
 
@@ -69,13 +71,26 @@ def _(cfg: QwenImage) -> tuple[spec.InitRule, ...]:
 @spec.flops.register
 def _(cfg: QwenImage, rows: int, length: int) -> float:
     """`length` is the image tokens of a sample; texts are counted at their most."""
-    w, text, last = cfg.width, cfg.text, cfg.layers - 1
-    joint = length + text
-    block = joint * 12 * w * w + 2 * w * joint * joint + 12 * w * w
-    final = length * 12 * w * w + text * 2 * w * w + 2 * w * length * joint + 12 * w * w
+    return rows * sum(_operations(cfg, length, cfg.text).values())
+
+
+@row_work.register
+def _(cfg: QwenImage, row: Mapping[str, Any]) -> RowWork:
+    tokens, text = row_sizes(cfg.space, row)
+    return RowWork(kinds={"calls": 1.0, **_operations(cfg, tokens, text)}, tokens=tokens + text)
+
+
+def _operations(cfg: QwenImage, length: int, text: int) -> dict[str, float]:
+    """Returns the operations of a sample of `length` image tokens, by kind."""
+    w, last, joint = cfg.width, cfg.layers - 1, length + text
+    block = joint * 12 * w * w + 12 * w * w
+    final = length * 12 * w * w + text * 2 * w * w + 12 * w * w
     ends = 2 * length * cfg.channels * cfg.patch**2 * w + text * cfg.text_dim * w
     once = SINUSOIDS * w + w * w + 2 * w * w
-    return 6.0 * rows * (last * block + final + ends + once)
+    return {
+        "matrices": 6.0 * (last * block + final + ends + once),
+        "full": 6.0 * 2 * w * joint * (last * joint + length),
+    }
 
 
 @spec.golden.register

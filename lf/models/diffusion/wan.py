@@ -16,6 +16,7 @@ from lf.models import hf, spec
 from lf.models.diffusion import wan_config
 from lf.models.diffusion.family import Family, family_of
 from lf.models.diffusion.flow import high_part, low_part
+from lf.models.diffusion.latent import row_sizes
 from lf.models.diffusion.layers import TIMES
 from lf.models.diffusion.packed import Packing, grid_of, patchify, unpatchify
 from lf.models.diffusion.wan_model import Wan as Wan
@@ -23,6 +24,7 @@ from lf.models.diffusion.wan_model import WanModel
 from lf.models.initialise import normal
 from lf.models.layouts import Alias
 from lf.models.weights import Carried, Rule, Same, WeightMap
+from lf.models.work import RowWork, row_work
 
 from_hf, from_original = wan_config.from_hf, wan_config.from_original
 
@@ -70,11 +72,25 @@ def _(cfg: Wan) -> tuple[spec.InitRule, ...]:
 @spec.flops.register
 def _(cfg: Wan, rows: int, length: int) -> float:
     """`length` is the tokens of a sample; texts are counted at their most, images are not."""
-    w, patch, text = cfg.width, math.prod(cfg.patch), cfg.text
-    block = length * (6 * w * w + 2 * w * cfg.mlp) + 2 * w * (length * length + length * text) + 2 * text * w * w
+    return rows * sum(_operations(cfg, length, cfg.text).values())
+
+
+@row_work.register
+def _(cfg: Wan, row: Mapping[str, Any]) -> RowWork:
+    tokens, text = row_sizes(cfg.space, row)
+    return RowWork(kinds={"calls": 1.0, **_operations(cfg, tokens, text)}, tokens=tokens)
+
+
+def _operations(cfg: Wan, length: int, text: int) -> dict[str, float]:
+    """Returns the operations of a sample of `length` tokens, by kind."""
+    w, patch = cfg.width, math.prod(cfg.patch)
+    block = length * (6 * w * w + 2 * w * cfg.mlp) + 2 * text * w * w
     ends = length * patch * w * (cfg.in_channels + cfg.out_channels)
     once = text * (cfg.text_dim * w + w * w) + cfg.sinusoids * w + 7 * w * w
-    return 6.0 * rows * (cfg.layers * block + ends + once)
+    return {
+        "matrices": 6.0 * (cfg.layers * block + ends + once),
+        "full": 6.0 * cfg.layers * 2 * w * (length * length + length * text),
+    }
 
 
 @spec.golden.register

@@ -22,6 +22,7 @@ from lf.models.layers.gemma import Gemma, tower_flops
 from lf.models.layouts import Alias, Prefix
 from lf.models.vision.siglip import Siglip, siglip_flops, siglip_init, siglip_rules
 from lf.models.weights import Carried, Duplicate, Rule, Same, Stack, Unused, WeightMap
+from lf.models.work import RowWork, row_work
 
 from_hf = pi05_config.from_hf
 
@@ -159,6 +160,13 @@ def _(cfg: Pi05, rows: int, length: int) -> float:
         cfg.expert, length, before + length, width
     )
     return 3.0 * rows * (images + towers + heads)
+
+
+@row_work.register
+def _(cfg: Pi05, row: Mapping[str, Any]) -> RowWork:
+    """All rows count alike, as for `flops`."""
+    tokens = len(cfg.cameras) * cfg.vision.tokens + cfg.prompt + cfg.horizon
+    return RowWork(kinds={"calls": 1.0, "matrices": spec.flops(cfg, 1, cfg.horizon)}, tokens=tokens)
 
 
 @spec.fake_batch.register
