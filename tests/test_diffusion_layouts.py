@@ -299,3 +299,11 @@ def test_adapters_are_refused() -> None:
     run = run_in("edit", P(), adapt=lf.Lora(targets=("blocks.*.q",)))
     with pytest.raises(ValueError, match="adapt is for the torch path"):
         check_run(run, MODELS["edit"], cpu, 1)
+
+
+def test_recordings_are_compared_in_one_process_alone() -> None:
+    from lf.train.parity_layout import compare_layout
+
+    folder = Path(__file__).parent / "golden/diffusion/hf_wan21_t2v"
+    with pytest.raises(ValueError, match="Wan is compared in one process alone; leave out --tp"):
+        compare_layout(folder, P(tp=2), Ctx(device=cpu))
