@@ -40,36 +40,7 @@ def megatron_layers(cfg: LatentModel, ctx: spec.Ctx) -> Layers:
         )
         for shared in (sp, False)
     )
-    column, row = (_alone(kind) for kind in (ctx.layers.column_parallel_linear(), ctx.layers.row_parallel_linear()))
-
-    def outputs(config: Any, kind: Any, width: int, out: int) -> nn.Module:
-        made: nn.Module = kind(
-            width,
-            out,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=True,
-            # megatron-core's own, with a frozen weight, would give the bias no gradient.
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=tp,
-        )
-        return made
-
-    def inputs(width: int, out: int) -> nn.Module:
-        made: nn.Module = row(
-            width,
-            out,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=True,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=tp,
-        )
-        return made
+    column, row = (_biased(kind) for kind in (ctx.layers.column_parallel_linear(), ctx.layers.row_parallel_linear()))
 
     def sliced(module: nn.Module) -> nn.Module:
         for param in module.parameters():
@@ -81,11 +52,11 @@ def megatron_layers(cfg: LatentModel, ctx: spec.Ctx) -> Layers:
 
     kinds = {"gather": _Gathered, "ulysses": _Exchanged}
     return Layers(
-        column=functools.partial(outputs, config, column),
-        column_of_whole=functools.partial(outputs, whole, column),
-        row=inputs,
+        column=functools.partial(_column, column, config, tp),
+        column_of_whole=functools.partial(_column, column, whole, tp),
+        row=functools.partial(_row, row, config, tp),
         # TransformerEngine multiplies float32 matrices in TF32, and some of these stay float32.
-        spread=functools.partial(outputs, whole, _SpreadForSlices if sp else _Spread),
+        spread=functools.partial(_column, _SpreadForSlices if sp else _Spread, whole, tp),
         norm=lambda width, eps: Norm(width, eps) if tp.size() == 1 else _AllHeadsNorm(config, width, eps, 1, tp),
         head_norm=lambda width, eps: _HeadNorm(width, eps, tp),
         sliced=sliced,
@@ -102,37 +73,62 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _biased(made: Tensor, bias: Tensor | None) -> Tensor:
-    return made if bias is None else made + bias
+def _column(kind: Any, config: Any, group: Any, width: int, out: int) -> nn.Module:
+    made: nn.Module = kind(
+        width,
+        out,
+        config=config,
+        init_method=config.init_method,
+        gather_output=False,
+        bias=True,
+        # megatron-core's own, with a frozen weight, would give the bias no gradient.
+        skip_bias_add=True,
+        is_expert=False,
+        tp_group=group,
+    )
+    return made
+
+
+def _row(kind: Any, config: Any, group: Any, width: int, out: int) -> nn.Module:
+    made: nn.Module = kind(
+        width,
+        out,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=True,
+        input_is_parallel=True,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_group=group,
+    )
+    return made
 
 
 @functools.cache
-def _alone(kind: Any) -> Any:
+def _biased(kind: Any) -> Any:
     """Returns a linear layer of megatron-core's or TransformerEngine's whose output has its bias."""
 
-    class Alone(kind):  # type: ignore[misc]
+    class Biased(kind):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
-            return _biased(*super().forward(x))
+            made, bias = super().forward(x)
+            return made if bias is None else made + bias
 
-    return Alone
+    return Biased
 
 
-class _Spread(ColumnParallelLinear):  # type: ignore[misc]
+class _Spread(_biased(ColumnParallelLinear)):  # type: ignore[misc]
     """Every rank gets all outputs, and goes on to do with them what all others do."""
 
     def forward(self, x: Tensor) -> Tensor:
-        own = _biased(*super().forward(x))
-        made: Tensor = gather_from_tensor_model_parallel_region(own, group=self.tp_group)
+        made: Tensor = gather_from_tensor_model_parallel_region(super().forward(x), group=self.tp_group)
         return made
 
 
-class _SpreadForSlices(ColumnParallelLinear):  # type: ignore[misc]
+class _SpreadForSlices(_biased(ColumnParallelLinear)):  # type: ignore[misc]
     """Every rank gets all outputs, for its own tokens: so gradients are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = all_gather_last_dim_from_tensor_parallel_region(
-            _biased(*super().forward(x)), group=self.tp_group
-        )
+        made: Tensor = all_gather_last_dim_from_tensor_parallel_region(super().forward(x), group=self.tp_group)
         return made
 
 
