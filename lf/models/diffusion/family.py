@@ -1,8 +1,8 @@
 """What lf asks of every model of latents on both train paths: its module, its units, its layouts, each rank's part.
 
 On the Megatron path a micro-batch is one sequence of T tokens. Context parallel ranks each have a slice of it, and
-between the matrices tensor parallel ranks with `sp` each a slice of that one. Attention is not causal, so all slices have as
-much to do, and follow each other. A sample of weight 0 fills the sequence up to what divides.
+between the matrices tensor parallel ranks with `sp` each a slice of that one. Attention is not causal, so all slices
+have as much to do, and follow each other. A sample of weight 0 fills the sequence up to what divides.
 
 Shapes: T tokens, P numbers of a patch, K text tokens, R runs of tokens of one time.
 """
