@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lf.data.config import DataConfig as DataConfig
     from lf.data.config import Encoding as Encoding
     from lf.data.config import HfTokenizer as HfTokenizer
+    from lf.data.config import KimiPictures as KimiPictures
     from lf.data.config import LatentData as LatentData
     from lf.data.config import LeRobotData as LeRobotData
     from lf.data.config import MediaData as MediaData
@@ -53,9 +54,9 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "lf.data.config": (
-        *("AnyresPictures", "Augment", "Camera", "ChatData", "DataConfig", "Encoding", "HfTokenizer", "LatentData"),
-        *("LeRobotData", "MediaData", "Mixture", "Normalise", "Qwen25Pictures", "Qwen3Pictures", "Signal", "TextData"),
-        *("TilePictures", "TokenizerConfig", "TrainedBpe", "Weighted"),
+        *("AnyresPictures", "Augment", "Camera", "ChatData", "DataConfig", "Encoding", "HfTokenizer", "KimiPictures"),
+        *("LatentData", "LeRobotData", "MediaData", "Mixture", "Normalise", "Qwen25Pictures", "Qwen3Pictures"),
+        *("Signal", "TextData", "TilePictures", "TokenizerConfig", "TrainedBpe", "Weighted"),
     ),
     "lf.models.lora": ("Lora",),
     "lf.parallel.config": ("Hetero", "MegatronParallel", "TorchParallel"),

@@ -1,4 +1,7 @@
-"""Continues a text: `generate.py FOLDER --prompt TEXT`; `generate.py media FOLDER` makes pictures and videos."""
+"""Continues a text: `generate.py FOLDER --prompt TEXT`; with `--image FILE` or `--video FILE` it answers a question.
+
+`generate.py media FOLDER` makes pictures and videos.
+"""
 
 import sys
 from pathlib import Path
@@ -16,12 +19,16 @@ from lf.terminal import end_with_reader, prepare
 
 @attrs.frozen(kw_only=True)
 class Args(Sampling):
-    """Prints what a language model writes after a prompt, as it comes."""
+    """Prints what a language model writes after a prompt, or answers to one about images and videos, as it comes."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Run folder of lf, of which the newest checkpoint is taken, or Hugging Face folder; with its tokenizer."""
     prompt: str = attrs.field(validator=attrs.validators.min_len(1))
-    """Text to continue."""
+    """Text to continue; with images or videos a question, in which <image> and <video> may say where they stand."""
+    image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """Image file that the prompt is about, which then goes through the chat template; may be given several times."""
+    video: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """The same of a video file."""
     device: str = ""
     """Name of the device (cpu, cuda, kunlun ...); empty takes the best one that is there."""
     family: str = ""
@@ -37,6 +44,7 @@ def main(argv: list[str]) -> int:
     args = tyro.cli(Args, args=argv, prog="generate.py")
     from lf.data.hf_tokenizer import read_tokenizer
     from lf.devices.detect import detect
+    from lf.train.chats import ask
     from lf.train.comm import process_group
     from lf.train.folder import TOKENIZER
     from lf.train.loop import FAULTS
@@ -47,11 +55,17 @@ def main(argv: list[str]) -> int:
         if has_rule(sample, start.model):
             raise ValueError(f"{args.folder} holds no language model; `generate.py media` samples diffusion models")
         tokenizer = read_tokenizer(next(p for p in (args.folder / TOKENIZER, args.folder) if p.is_dir()))
-        prompt = tokenizer.encode_batch([args.prompt.encode(errors="surrogateescape").decode()])[0]
-        allowance(start.model, prompt, args)
+        text = args.prompt.encode(errors="surrogateescape").decode()
+        pictures, eos = None, tokenizer.eos
+        if args.image or args.video:
+            asked = ask(args.folder, start, tokenizer, text, args.image, args.video)
+            prompt, pictures, eos = asked.tokens, {"media": asked.media, "patches": asked.patches}, asked.end
+        else:
+            prompt = tokenizer.encode_batch([text])[0]
+        allowance(start.model, prompt, args, pictures)
         with process_group(device):
             model = load_model(start, local_context(start.model, device))
-            ids = generate(start.model, model, prompt, args, eos=tokenizer.eos, device=device.torch_type)
+            ids = generate(start.model, model, prompt, args, eos=eos, device=device.torch_type, pictures=pictures)
             for text in stream_text(tokenizer.decode, prompt, ids):
                 print(text, end="", flush=True)
     except FAULTS as error:

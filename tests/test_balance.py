@@ -21,7 +21,7 @@ from lf.models.spec import Layout
 from lf.models.work import media_work, pack_work, pairs
 from lf.plan.balance import Caps, Item, Spread, by_turns, evenness, groups, lower_bound, spread
 from lf.plan.work import Rates, even_rates, fit, seconds
-from scripts.benchmarks.balance import TRACES, BalanceBench, compare_balance, compared, greedy
+from scripts.benchmarks.balance import TRACES, BalanceBench, compared, greedy, show_balance
 from scripts.benchmarks.rates import explained, timed
 from tests.cases import DENSE, ragged, run_of
 from tests.moe_cases import SOFTMAX
@@ -243,11 +243,11 @@ def test_the_greedy_keeps_the_length_of_ranks_in_bounds_where_it_can() -> None:
 
 def test_the_benchmark_prints_a_line_for_each_trace(capsys: pytest.CaptureFixture[str]) -> None:
     args = BalanceBench(ranks=2, micro=2, rows=2, steps=2)
-    assert compare_balance(args) == 0
-    head, _, *lines = capsys.readouterr().out.splitlines()
+    show_balance(args, False)
+    _, head, _, *lines = capsys.readouterr().out.splitlines()
     assert "2 ranks, 2 micro-batches of 2 samples" in head
     assert [line[:18].strip() for line in lines] == list(TRACES)
-    assert compare_balance(attrs.evolve(args, json=True)) == 0
+    show_balance(args, True)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["trace"] for line in found] == list(TRACES)
     assert all(turns >= ours >= 1 - 1e-9 for turns, _, ours in (line["over_bound"] for line in found))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,22 +17,21 @@ import lf
 from lf.data.loader import read_rows
 from lf.devices.cpu import cpu
 from lf.models.embodied.pi05 import pi05_tiny
-from lf.models.spec import fake_batch
+from lf.models.spec import IGNORE, fake_batch
 from lf.train.parity import difference
-from scripts import bench
-from scripts.benchmarks import diffusion, layouts, loader, megatron, pi05, ratios
+from scripts.benchmarks import diffusion, layouts, loader, megatron, peers, pi05, ratios, vlm
 from scripts.benchmarks.pi05_plain import PlainPi05
 from tests.workers import Workers
 
 ROOT = Path(__file__).parents[1]
-TINY = bench.Peers(lengths=(16, 24), tokens=48, hidden=24, layers=2, vocab=61, pairs=3)
+TINY = peers.Peers(lengths=(16, 24), tokens=48, hidden=24, layers=2, vocab=61, pairs=3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_both_sides_train_alike(one_process: None, tmp_path: Path, family: ratios.Family) -> None:
     model = ratios.peer_model(family, TINY)
     run = lf.Run(model=model, data=lf.TextData(paths=("unused",)), optim=lf.AdamW(lr=1e-2, eps=1e-3, clip=0.5))
-    ours, theirs = bench.megatron_side(run, tmp_path), bench.transformers_side(run, tmp_path)
+    ours, theirs = peers.megatron_side(run, tmp_path), peers.transformers_side(run, tmp_path)
     losses = []
     for _ in range(4):
         (loss, norm), (their_loss, their_norm) = (step(fake_batch(model, 2, 24, seed=3)) for step in (ours, theirs))
@@ -42,7 +42,7 @@ def test_both_sides_train_alike(one_process: None, tmp_path: Path, family: ratio
 
 
 def test_every_case_gets_a_ratio(one_process: None) -> None:
-    found = list(bench.compare_peers(TINY))
+    found = list(peers.compare_peers(TINY))
     assert [(r.model, r.length, r.rows) for r in found] == [
         ("llama", 16, 3),
         ("llama", 24, 2),
@@ -276,3 +276,72 @@ def test_diffusers_trains_alike_and_packing_leaves_out_the_padding(one_process: 
         (loss, norm), (other, their_norm) = ours(batch), theirs(batch)
         assert loss == pytest.approx(other, rel=1e-5)
         assert norm == pytest.approx(their_norm, rel=1e-3)
+
+
+SMALL = vlm.VlmBench(length=128, rows=2, hidden=48, layers=2, vocab=101, pairs=1, micro=2, steps=1, wall=1)
+COSTS = vlm.Costs(packs={"matrices": 1e-10, "causal": 1e-10}, images={"towers": 1e-10}, forward=(0.25, 0.5))
+
+
+def test_a_qwen2_5_vl_trains_as_transformers_does(one_process: None) -> None:
+    cfg = vlm.model_of(SMALL)
+    run = attrs.evolve(
+        vlm.run_of(cfg, 2, lf.MegatronParallel(micro_batch=2)), optim=lf.AdamW(lr=1e-2, eps=1e-3, clip=0.5)
+    )
+    ours, theirs = peers.both_sides(run)
+    samples = [vlm.Sample(sides=(10, 4), tokens=128), vlm.Sample(sides=(18,), tokens=128)]
+    batch = vlm.batch_of(cfg, [[sample] for sample in samples], 128, 0)
+    losses = []
+    for _ in range(3):
+        (loss, norm), (their_loss, their_norm) = ours(batch), theirs(batch)
+        assert loss == pytest.approx(their_loss, rel=1e-5)
+        assert norm == pytest.approx(their_norm, rel=1e-4)
+        losses.append(loss)
+    assert losses[-1] < losses[0]
+    found = vlm.beside_transformers(SMALL)
+    assert 0 < found.low <= found.ratio <= found.high
+
+
+def test_packs_fill_rows_and_images_fit_them() -> None:
+    cfg = vlm.model_of(SMALL)
+    for number, pack in enumerate(vlm.packs_of(128, 6, 0)):
+        row = vlm.row_of(cfg, pack, 128, number)
+        assert sum(row["lengths"]) == 128
+        assert (row["tokens"] == cfg.image_token).sum() * 4 == sum(media.patches for media in row["media"])
+        # The label of a token is the next one of its own document, and no image is learnt.
+        ends = set(np.cumsum(row["lengths"]) - 1)
+        for at in np.flatnonzero(row["labels"] != IGNORE).tolist():
+            assert at not in ends
+            assert row["labels"][at] == row["tokens"][at + 1] != cfg.image_token
+
+
+def test_a_replay_is_what_is_worked_out_by_hand() -> None:
+    """Two stages and two micro-batches of packs of 4 s; a quarter of packs and a half of images is forward."""
+    decode, encode = [[4.0, 4.0]], [[[2.0, 2.0], [0.0]]]
+    # The second stage begins at 0.5 + 2, goes forward and backward once and ends at 4.5; the first goes backward for
+    # 1.5 + 2 until 8, and once more.
+    first = vlm.replayed(decode, encode, COSTS, "first stage", 2)
+    assert first.seconds == 9.5
+    assert first.bubble == first.idle == pytest.approx(1 - 6.0 / 9.5)
+    # Apart each rank has an image, of 2 s, and the second stage is always busy between 0.5 and 4.5.
+    assert vlm.replayed(decode, encode, COSTS, "apart", 2).seconds == 2.0 + 4.5 + 1.5
+    # Even stages of 6 s leave the first one with a quarter of the layers; the second one is busy from 2.25 to 8.25.
+    assert vlm.replayed(decode, encode, COSTS, "evened", 2).seconds == pytest.approx(8.25 + 0.75)
+    alone = vlm.replayed(decode * 2, encode * 2, COSTS, "first stage", 1)
+    assert (alone.seconds, alone.bubble, alone.idle) == (12.0, 0.0, 0.0)
+
+
+def test_even_packs_and_images_apart_leave_ranks_less_idle() -> None:
+    found = vlm.replay_steps(attrs.evolve(SMALL, replicas=4, stages=2, micro=6, steps=2, length=512), COSTS)
+    assert list(found) == list(vlm.CASES)
+    for where in vlm.WHERE:
+        assert found[where, True].seconds <= found[where, False].seconds
+    assert found["apart", True].seconds < found["evened", True].seconds < found["first stage", True].seconds
+    assert all(step.bubble <= step.idle + 1e-9 for step in found.values())
+
+
+def test_measured_costs_grow_with_the_work(one_process: None) -> None:
+    costs = vlm.measured(SMALL)
+    assert all(0.0 < share < 1.0 for share in costs.forward)
+    small, large = (vlm.Sample(sides=(side,), tokens=64) for side in (4, 14))
+    (low,), (high,) = (vlm.image_costs(costs, vlm.model_of(SMALL), [sample]) for sample in (small, large))
+    assert 0.0 < low < high

@@ -246,6 +246,9 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path: Path, capsys: py
     (heads / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
     precious = shutil.copytree(good, tmp_path / "precious")
     (precious / "thesis.tex").write_text("precious")
+    for name in ("pipeline/model_index.json", "lora/adapter_config.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
     shutil.copytree(tmp_path / "lf", tmp_path / "bad")
     for file in (tmp_path / "bad").rglob("rank_*"):
         os.truncate(file, 100)
@@ -257,6 +260,8 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path: Path, capsys: py
         ("import", "cut"): "model.safetensors is truncated",
         ("import", "heads"): "k_proj.weight in model.safetensors is",
         ("import", "lf"): "config.json is missing",
+        ("import", "pipeline"): "is a whole diffusers pipeline; give the folder of its model, transformer/",
+        ("import", "lora"): "is a PEFT adapter; give the model that it is for",
         ("export", "good"): "good has no checkpoints",
         ("export", "nowhere"): "nowhere has no checkpoints",
         ("export", "bad"): "no checkpoint in",

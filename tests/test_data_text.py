@@ -332,7 +332,7 @@ def test_digests_are_cached_only_for_files_that_settled(tmp_path: Path, monkeypa
     assert not (tmp_path / "files").exists()
     monkeypatch.setattr(files_module, "_SETTLED_NS", -(10**18))
     assert file_digests(files, tmp_path) == fresh
-    monkeypatch.setattr(files_module, "_hash_all", lambda files: pytest.fail("hashed again"))
+    monkeypatch.setattr(files_module, "sha256_of", lambda path: pytest.fail("hashed again"))
     assert file_digests(files, tmp_path) == fresh
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lf.data.config import DataConfig, HfTokenizer, TextData, TokenizerConfig, TrainedBpe
+from lf.data.config import DataConfig, HfTokenizer, LatentData, TextData, TokenizerConfig, TrainedBpe
 from lf.data.hf_tokenizer import Tokenizer, read_tokenizer
 from lf.data.source import DataCtx, open_data
 from lf.data.text import TextRows
@@ -35,6 +35,11 @@ def trained(folder: Path, data: DataConfig | None = None, **fields: Any) -> Toke
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return trained(tmp_path_factory.mktemp("bpe"))
+
+
+def test_data_without_texts_trains_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"texts has no rule for .*LatentData.*set tokenizer to HfTokenizer"):
+        trained(tmp_path, LatentData(path="x"))
 
 
 @pytest.fixture

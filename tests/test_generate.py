@@ -337,6 +337,6 @@ def test_the_script_takes_a_run_folder(workers: Workers, tmp_path: Path) -> None
 
 
 def test_a_prompt_with_the_tokens_of_pictures_is_refused() -> None:
-    with pytest.raises(ValueError, match="only text can be given; leave them out"):
+    with pytest.raises(ValueError, match="and none is given; leave them out"):
         allowance(PICTURED["levels"], [1, IMAGE, 2], Sampling())
     assert allowance(PICTURED["levels"], [1, 2], Sampling(tokens=3)) == 3

@@ -1,6 +1,8 @@
 """The rules of the tree: who may import whom, what is imported late, how long a file is, what no file mentions."""
 
 import ast
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import lf
+from lf.config_json import reference
+from lf.models import hf, spec
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lf.kernels": ("lf.kernels", "lf.devices"),
     "lf.models": ("lf.models", "lf.devices", "lf.kernels", "lf.storage"),
     "lf.parallel": ("lf.parallel", "lf.models.spec", "lf.models.layers", "lf.devices"),
-    "lf.plan": ("lf.plan", "lf.models.spec", "lf.parallel.config"),
+    "lf.plan": ("lf.plan", "lf.models.media", "lf.models.spec", "lf.parallel.config"),
     "lf.data": (
         *("lf.data", "lf.config", "lf.models.media", "lf.models.pictures", "lf.models.spec", "lf.plan", "lf.storage"),
     ),
@@ -259,9 +263,33 @@ assert not heavy, f"the config classes load {heavy}"
 """
 
 
-def test_import_lf_loads_no_torch_and_configs_nothing_heavy() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=False)
+RULES = """
+import importlib, json, os, sys
+from lf.models import spec
+
+questions = {name: value for name, value in vars(spec).items() if hasattr(value, "dispatch")}
+for tag in sys.argv[1:]:
+    if not os.fork():
+        module, _, name = tag.partition(":")
+        kind = getattr(importlib.import_module(module), name)
+        print(json.dumps([tag, {name: q.dispatch(kind).__module__ for name, q in questions.items()}]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_import_lf_loads_no_torch_and_the_module_of_a_model_s_class_every_rule_of_its_family() -> None:
+    # The config.json of a run names that module, and a process that goes on with the run imports nothing else.
+    readers = [importlib.import_module(reader.partition(":")[0]) for reader in hf.READERS.values()]
+    values = (value for module in readers for value in vars(module).values())
+    kinds = {type(value) for value in values if isinstance(value, spec.ModelConfig)}
+    assert len(kinds) > 15
+    questions = {name: value for name, value in vars(spec).items() if hasattr(value, "dispatch")}
+    wanted = {reference(k): {name: q.dispatch(k).__module__ for name, q in questions.items()} for k in kinds}
+    command = [sys.executable, "-c", LOADED + RULES, *wanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert dict(json.loads(line) for line in done.stdout.splitlines()) == wanted, done.stderr
 
 
 def test_lf_gives_the_names_that_type_checkers_see() -> None:

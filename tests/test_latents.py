@@ -1,5 +1,7 @@
 """Media to cached latents: what a row is, resume after a kill, audits and refusals, on small random encoders."""
 
+import codecs
+import errno
 import json
 import os
 import re
@@ -12,12 +14,16 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors import SafetensorError
 
 import lf
 from lf.data import clips as media
-from lf.data import encode, latents
+from lf.data import encode, latent_files, latents
 from lf.data.config import Encoding
+from lf.data.encode_text import open_texts
 from lf.data.latent_commands import Latents
+from lf.data.latent_files import write_cache
 from lf.data.lerobot_commands import run
 from lf.data.outline import outline
 from lf.data.source import DataCtx, open_data
@@ -26,8 +32,8 @@ from lf.devices.cpu import cpu
 from lf.models import spec
 from lf.models.diffusion.wan import experts, wan_tiny
 from lf.models.work import row_work
+from lf.storage import locked
 from lf.train.checkpoint import distributed
-from lf.train.comm import process_group
 from lf.train.run import open_job
 from scripts.prepare import main
 from tests.media_tools import make_media, make_pipeline, make_texts, make_vae
@@ -55,7 +61,7 @@ def command(home: Path, dst: Path, **changes: Any) -> Latents:
 
 
 def rows_of(cache: Path, **fields: Any) -> latents.LatentRows:
-    return latents.open_latents(lf.LatentData(path=str(cache), **fields), seed=3)
+    return latents.open_latents(lf.LatentData(path=str(cache), **fields), seed=3, cache_dir=cache.parent / "digests")
 
 
 def by_id(rows: Any) -> dict[str, dict[str, Any]]:
@@ -128,6 +134,7 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own(home: Path) -> None:
     assert all(sorted(order) == ["a.mp4", "b.mp4", "c.png"] for order in orders)
     assert len(set(orders)) > 1
     assert orders[4] == tuple(rows_of(home / "cache").row(4, i)["id"] for i in range(3))
+    assert [rows.at(i)["id"] for i in range(3)] == ["a.mp4", "b.mp4", "c.png"]
 
 
 def test_a_killed_run_goes_on_and_ends_equal(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +148,7 @@ def test_a_killed_run_goes_on_and_ends_equal(home: Path, tmp_path: Path, monkeyp
         return encoder.row(one)
 
     def write(row: Any) -> int:
-        return latents.write_cache(
+        return write_cache(
             tmp_path / "cache", _plan(home), encoder.facts, encoder.empty, row, shard_mb=1e-3, say=lambda _: None
         )
 
@@ -268,6 +275,7 @@ def test_sizes_and_frames_that_no_vae_takes_are_refused_with_the_nearest(home: P
     assert "4k + 1" in refused(home, frames=(8,))
     assert "nearest is 9" in refused(home, frames=(8,))
     assert "HEIGHTxWIDTH" in refused(home, sizes=("big",))
+    assert "device = 'nope' cannot be used" in refused(home, device="nope")
 
 
 def test_media_that_do_not_fit_are_all_named(home: Path, tmp_path: Path) -> None:
@@ -284,6 +292,12 @@ def test_media_that_do_not_fit_are_all_named(home: Path, tmp_path: Path) -> None
     assert "shortest bucket 17" in refused(home, frames=(17,))
     assert "ask fewer" in refused(home, fps=16.0)
     assert "takes 3; shorten" in refused(home, text=3)
+
+
+def test_pictures_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 4), 40000, np.uint16)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png: it has pixels of mode I;16, .* convert it"):
+        media.read_picture(tmp_path / "a.png")
 
 
 def test_media_that_are_no_pictures_or_paths_are_refused(
@@ -314,18 +328,30 @@ def test_captions_that_lack_are_refused(home: Path, tmp_path: Path) -> None:
     (source / "b.txt").unlink()
     with pytest.raises(ValueError, match="has no caption"):
         media.find_media(source)
+    (source / "b.txt").write_bytes(codecs.BOM_UTF8 + b"a disc")
+    assert [one.caption for one in media.find_media(source)][1:] == ["a disc", "a blue square"]
+    for left in ("d.gif", "e.M4V", "f.txt"):
+        (source / left).write_text("a caption of what is not read")
+    with pytest.raises(ValueError, match=r"captions without a medium: d\.gif, e\.M4V, f\.txt; convert"):
+        media.find_media(source)
     lines = source / "list.jsonl"
-    lines.write_text('{"media": "a.mp4", "caption": "a red disc"}\n')
-    assert [(one.name, one.caption) for one in media.find_media(lines)] == [("a.mp4", "a red disc")]
+    lines.write_text('\ufeff{"media": "a.mp4", "caption": "a red\u2028disc"}\n')
+    assert [(one.name, one.caption) for one in media.find_media(lines)] == [("a.mp4", "a red\u2028disc")]
+    lines.write_bytes(b'{"media": "a.mp4", "caption": "\xe9"}')
+    with pytest.raises(ValueError, match=r"list\.jsonl:1: not JSON"):
+        media.find_media(lines)
+    with pytest.raises(ValueError, match=r"none\.jsonl is no file; give a folder"):
+        media.find_media(source / "none.jsonl")
     for line, words in (
         ('{"media": "a.mp4"}', "needs `media`"),
         ('{"media": "x.mp4", "caption": "x"}', "is missing"),
         ('{"media": "a.mp4", "caption": "x"}\n{"media": "a.mp4", "caption": "y"}', "twice"),
+        ('{"media": "a.mp4", "caption": "x"}\n{"media": "./a.mp4", "caption": "y"}', "twice"),
         ('{"media": "a.gif", "caption": "x"}', "convert it"),
         ('{"media": "a.mp4", "caption": "x", "references": "c.png"}', "give a list of paths"),
         ('{"media": "a.mp4", "caption": "x", "references": ["b.mp4"]}', "b.mp4 is none of .png"),
         ('{"media": "a.mp4", "caption": "x", "references": ["x.png"]}', r"names a.mp4, and .*x.png is missing"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
     ):
         lines.write_text(line)
         with pytest.raises(ValueError, match=words):
@@ -355,7 +381,7 @@ def test_references_of_videos_or_for_pipelines_that_edit_nothing_are_refused(hom
     ],
 )
 def test_a_run_on_a_cache_that_does_not_fit_does_not_start(
-    home: Path, tmp_path: Path, cache: dict[str, Any], model: dict[str, Any], words: str
+    one_process: None, home: Path, tmp_path: Path, cache: dict[str, Any], model: dict[str, Any], words: str
 ) -> None:
     if cache.get("pipeline"):
         other = shutil.copytree(home / "pipeline", tmp_path / "other")
@@ -374,7 +400,7 @@ def test_a_run_on_a_cache_that_does_not_fit_does_not_start(
     ],
 )
 def test_a_run_on_media_that_do_not_fit_does_not_start(
-    home: Path, tmp_path: Path, change: dict[str, Any], words: str
+    one_process: None, home: Path, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     source = shutil.copytree(home / "media", tmp_path / "media")
     if not change:
@@ -386,7 +412,7 @@ def not_started(folder: Path, data: lf.DataConfig, words: str, **model: Any) -> 
     """Asserts that a run on some data is refused before it has a folder."""
     changed = attrs.evolve(wan_tiny, **{"text": 8, **model})
     run = lf.Run(model=changed, data=data, parallel=lf.TorchParallel(micro_batch=1), batch=2, steps=1)
-    with process_group(cpu), pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words):
         open_job(run, folder / "run", (), cpu, distributed(), lambda line: None)
     assert not (folder / "run").exists()
 
@@ -425,6 +451,75 @@ def test_a_cache_that_is_not_what_it_was_is_refused(home: Path, tmp_path: Path) 
         lambda cache: (cache / "index.json").write_text((cache / "index.json").read_text().replace("disc", "dusk"))
     )
     assert "no cache of latents" in broken(shutil.rmtree)
+    for name in ("rows-00001.safetensors", "empty.safetensors"):
+        assert f"{name} has other bytes than when it was made; copy" in broken(
+            lambda cache, name=name: flip(cache / name)
+        )
+
+
+def flip(file: Path) -> None:
+    """Changes the last byte."""
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+def write_again(cache: Path, source: Path) -> int:
+    """Does what `prepare.py latents` does to a cache that needs nothing encoded."""
+    planned = media.plan_media(media.find_media(source), media.Buckets(sizes=((32, 48), (48, 32)), **KEPT))
+    facts = json.loads((cache / "plan.json").read_text())["facts"]
+    return write_cache(cache, planned, facts, never, never, shard_mb=1.0, say=lambda _: None)
+
+
+KEPT: dict[str, Any] = {"frames": (9, 5), "fps": 0.0, "enlarge": False}
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("nothing is to be encoded")
+
+
+def test_a_cache_is_of_the_bytes_of_its_media_and_ended_once(home: Path, tmp_path: Path) -> None:
+    cache, source = shutil.copytree(home / "cache", tmp_path / "cache"), shutil.copytree(home / "media", tmp_path / "m")
+    assert write_again(cache, source) == 3
+    (cache / "index.json").unlink()
+    assert write_again(cache, source) == 3
+    assert (cache / "index.json").read_bytes() == (home / "cache/index.json").read_bytes()
+    with locked(cache / "lock", wait=False), pytest.raises(ValueError, match=r"another process writes .*; wait until"):
+        write_again(cache, source)
+    flip(cache / "rows-00002.safetensors")
+    with pytest.raises(ValueError, match=r"rows-00002\.safetensors has other bytes"):
+        write_again(cache, source)
+    (cache / "index.json").unlink()
+    (cache / "rows-00001.safetensors").rename(tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"rows-00001\.safetensors is missing; copy"):
+        write_again(cache, source)
+    (tmp_path / "kept").rename(cache / "rows-00001.safetensors")
+    picture = np.asarray(media.read_picture(source / "c.png"))
+    Image.fromarray(255 - picture).save(source / "c.png")
+    with pytest.raises(ValueError, match=r"other media .* the bytes of c\.png are others"):
+        write_again(cache, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "file"),
+    [
+        ("sync", OSError(errno.ENOSPC, "No space left on device"), "plan.json"),
+        ("save_file", SafetensorError("No space left on device"), "empty.safetensors"),
+    ],
+)
+def test_a_full_disk_is_said_with_the_file_and_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, file: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(latent_files, name, full)
+    with pytest.raises(OSError, match=rf"{file} cannot be written \(.*No space left.*\); make room"):
+        write_cache(tmp_path, (), {}, lambda: torch.zeros(1), never, shard_mb=1.0, say=lambda _: None)
+
+
+def test_encoders_draw_no_bars(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_texts(home / "pipeline")
+    assert capsys.readouterr().err == ""
 
 
 def test_latents_of_another_vae_are_refused(home: Path, tmp_path: Path) -> None:
@@ -432,6 +527,8 @@ def test_latents_of_another_vae_are_refused(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "pipeline", tmp_path / "pipeline")
     shutil.rmtree(tmp_path / "pipeline/vae")
     make_vae(tmp_path / "pipeline/vae", seed=9)
+    with pytest.raises(ValueError, match=r"data\.pipeline = 'none': none/vae cannot be read \(.*\); give the"):
+        rows_of(home / "cache", pipeline="none")
     with pytest.raises(ValueError, match="another vae than"):
         rows_of(home / "cache", pipeline=str(tmp_path / "pipeline"))
     run(command(tmp_path, tmp_path / "cache", src=home / "media"))

@@ -33,8 +33,8 @@ from lf.data.config import (
     TrainedBpe,
     Weighted,
 )
-from lf.data.hf_tokenizer import Tokenizer
-from lf.data.media import Fitted, Shape, fit, patches_of
+from lf.data.hf_tokenizer import Tokenizer, read_tokenizer
+from lf.data.media import Fitted, Shape, fit, patches_of, shrunk
 from lf.data.multimodal import ChatRows, cut
 from lf.data.outline import outline
 from lf.data.source import DataCtx, open_data
@@ -42,15 +42,18 @@ from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.data.video import write_video
 from lf.devices.cpu import cpu
+from lf.models.generate import Sampling, generate
 from lf.models.media import Media, MediaRules, media_rules, media_tokens
 from lf.models.spec import IGNORE, collate
 from lf.models.toy import Toy
-from lf.models.vlms.llava import llava_onevision_7b
+from lf.models.vlms.llava import llava_onevision_7b, llava_onevision_tiny
 from lf.models.vlms.qwen_vl import qwen3_vl_tiny
 from lf.plan.packing import plan_whole
 from lf.train import checkpoint
+from lf.train.chats import ask
 from lf.train.loop import train
 from lf.train.run import open_job
+from lf.train.start import load_model, local_context, open_saved
 from tests.robot_tools import EPS, watch_ghostscript
 from tests.workers import Workers
 
@@ -437,6 +440,8 @@ def test_a_video_of_qwen3_has_a_time_before_each_of_its_grids() -> None:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"t\.jinja' refuses .*RecursionError"),
         ("{{ 'a' * (10**11) }}", r"t\.jinja' refuses .*MemoryError"),
         ("{{ 10**(10**10) }}", r"t\.jinja' refuses .*MemoryError"),
+        ("{% set n = namespace(a='a' * 9**6) %}" + "{% set n.a = n.a ~ n.a %}" * 40, r"jinja' refuses .*MemoryError"),
+        ("{% set n = namespace(a='a' * 9**6) %}" + "{% set n.a = n.a + n.a %}" * 40, r"jinja' refuses .*MemoryError"),
         ("\ue00099\ue001", r"t\.jinja' has the character U\+E000"),
         (r"{{ '\ue00099\ue001' }}", "writes the character U"),
     ],
@@ -447,15 +452,26 @@ def test_a_template_that_cannot_do_is_refused(tmp_path: Path, source: str, told:
         encoded([said("user", "a"), said("assistant", "b")], source=str(tmp_path / "t.jinja"))
 
 
+LOOPS = "{{% for a in range(99999) %}}{{% for b in range(99999) %}}{}{{% endfor %}}{{% endfor %}}"
+BRANCHES = (
+    "{{% macro m(n) %}}{}{{% if n %}}{{{{ m(n - 1) }}}}{{{{ m(n - 1) }}}}{{% endif %}}{{% endmacro %}}{{{{ m(60) }}}}"
+)
+
+
 @pytest.mark.parametrize(
-    ("inner", "told"), [("", "loops turn more than 2000 times"), ("{{ 'a' * 90 }}", "more than 9000 characters")]
+    ("source", "told"),
+    [
+        (LOOPS.format(""), "loops turn more than 2000 times"),
+        (LOOPS.format("{{ 'a' * 90 }}"), "more than 9000 characters"),
+        (BRANCHES.format(""), "called more than 2000 times"),
+        (BRANCHES.format("{{ 'a' * 90 }}"), "macros and functions make more than 9000 characters"),
+    ],
 )
 def test_a_template_without_end_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, told: str
 ) -> None:
     monkeypatch.setattr("lf.data.chat_text._MOST_TURNS", 2000)
     monkeypatch.setattr("lf.data.chat_text._MOST_TEXT", 9000)
-    source = "{% for a in range(99999) %}{% for b in range(99999) %}" + inner + "{% endfor %}{% endfor %}"
     (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
     with pytest.raises(ValueError, match=told):
         encoded([said("user", "a"), said("assistant", "b")], source=str(tmp_path / "t.jinja"))
@@ -664,6 +680,23 @@ def test_images_are_made_smaller_until_the_sample_fits(tmp_path: Path) -> None:
     assert chats(tmp_path, long(tmp_path), seq_len=100, too_long="shrink", pictures=BIG).describe()["dropped"] == 1
 
 
+def test_an_image_of_onevision_shrinks_to_fewer_tiles() -> None:
+    points = tuple((16 * h, 16 * w) for h in range(1, 5) for w in range(1, 5))
+    projector = attrs.evolve(llava_onevision_tiny.projector, pinpoints=points)
+    count = functools.partial(media_tokens, attrs.evolve(llava_onevision_tiny, projector=projector))
+    cfg, shape = AnyresPictures(tile=16, patch=4, pinpoints=points, frames=3), Shape(height=90, width=50)
+    pixels = picture(90, 50)[None]
+    made, level = [fit(cfg, shape, count)], 1
+    while (smaller := shrunk(cfg, level)) is not None:
+        made.append(fit(smaller, shape, count))
+        level += 1
+    assert [each.tokens for each in made] == sorted((each.tokens for each in made), reverse=True)
+    assert [len(each.media.grids) for each in (made[0], made[-1])] == [13, 3]
+    for each in made:
+        assert len(patches_of(cfg, each, pixels)) == each.media.patches
+    assert len(fit(smaller or cfg, Shape(height=9, width=9, kind="video", frames=9, fps=1.0), count).frames) == 3
+
+
 @pytest.mark.parametrize("seq_len", [60, 100, 133, 134, 160, 180])
 def test_what_is_cut_off_is_never_a_part_of_an_image(tmp_path: Path, seq_len: int) -> None:
     rows = chats(tmp_path, long(tmp_path), seq_len=seq_len, too_long="cut", pictures=BIG)
@@ -734,6 +767,8 @@ def test_a_cut_keeps_or_drops_each_span_as_a_whole(most: int, gaps: list[tuple[i
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "assistant has 'tool_calls'"),
         ({"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]}, "has 'reasoning_content'"),
         ({"messages": [{"role": "user", "content": None}]}, "a message of user has no content, or null"),
+        ({"messages": [{"role": "tool", "content": "9", "tool_call_id": "c1"}]}, "of tool has 'tool_call_id'"),
+        ({"messages": [{"role": "user", "content": "9", "name": "Ann"}]}, "of user has 'name'"),
     ],
 )
 def test_a_fault_names_its_file(tmp_path: Path, change: dict[str, Any], told: str) -> None:
@@ -821,21 +856,49 @@ cfg = lf.Run(
 """
 
 
-def go(file: Path, folder: Path) -> list[str]:
-    """Trains on this rank; returns the lines."""
+def go(file: Path, folder: Path, images: list[Path]) -> tuple[list[str], list[str]]:
+    """Trains on this rank; returns the lines, and what the run and its export answer about images."""
     os.environ["XDG_CACHE_HOME"] = str(file.parent)
     lines: list[str] = []
     train(open_job(load(file), folder, (), cpu, checkpoint.distributed(), lines.append))
-    return lines
+    said = [answer(folder, read_tokenizer(folder / "tokenizer"), image) for image in images]
+    return lines, [*said, answer(folder / "hf", read_tokenizer(folder / "hf"), images[0])]
+
+
+def answer(folder: Path, own: Tokenizer, image: Path) -> str:
+    start = open_saved(folder)
+    asked = ask(folder, start, own, "colour?", [image], [])
+    model = load_model(start, local_context(start.model, cpu))
+    pictures = {"media": asked.media, "patches": asked.patches}
+    ids = generate(start.model, model, asked.tokens, Sampling(), eos=asked.end, device="cpu", pictures=pictures)
+    return own.decode(list(ids))
 
 
 def test_a_tiny_model_learns_the_colour_of_a_square(workers: Workers, tmp_path: Path) -> None:
     file = tmp_path / "cfg.py"
     file.write_text(CONFIG.format(path=str(squares(tmp_path, 96)), special=SPECIAL), encoding="utf-8")
-    (lines,) = workers.run(1, go, file, tmp_path / "run")
+    images = [tmp_path / f"{at}.png" for at in range(8)]
+    ((lines, answers),) = workers.run(1, go, file, tmp_path / "run", images)
     losses = [float(line.split()[-1]) for line in lines if "held-out loss" in line]
     # Half of what is learnt is the token that ends an answer; guessing costs ln 4 / 2 = 0.69 of a token.
     assert losses[-1] < 0.3, lines
+    right = [name == said for name, said in zip([*COLOURS, *COLOURS], answers[:8], strict=True)]
+    assert sum(right) >= 6, answers
+    assert answers[8] == answers[0]
+    _check_export(tmp_path / "run/hf", images[0])
+
+
+def _check_export(folder: Path, image: Path) -> None:
+    """transformers' own classes make of an export what lf trained on."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    made = AutoImageProcessor.from_pretrained(folder)(images=[Image.open(image)], return_tensors="np")
+    asked = ask(folder, open_saved(folder), read_tokenizer(folder), "colour?", [image], [])
+    assert np.abs(made["pixel_values"] - asked.patches).max() * 127.5 < 1.1
+    own = AutoTokenizer.from_pretrained(folder)
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "colour?"}]}]
+    text = own.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    assert own(text.replace(own.image_token, own.image_token * 6))["input_ids"] == asked.tokens
 
 
 def test_prepare_states_an_index_and_shows_samples(
@@ -858,6 +921,21 @@ def test_prepare_states_an_index_and_shows_samples(
     assert text.count("data:image/png;base64,") == 1
     assert main(["view-samples", str(file), "--samples", "99", "--json"]) == 1
     assert "go from 0 to" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    # Of a mixture, each part of chats.
+    mixed = f"""
+both = attrs.evolve(cfg, eval=lf.Eval(), data=lf.Mixture(parts=(
+    lf.Weighted(data=attrs.evolve(chats, part="all", held_out=0.0)),
+    lf.Weighted(data=lf.TextData(paths=({str(tmp_path / "t.txt")!r},), seq_len=48)),
+    lf.Weighted(data=attrs.evolve(chats, part="all", held_out=0.0, seq_len=48)),
+)))
+"""
+    (tmp_path / "t.txt").write_text("words " * 200)
+    file.write_text(file.read_text() + mixed)
+    assert main(["index", f"{file}:both", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]
+    assert {where: part["images"] for where, part in facts.items()} == {"parts[0]": 8, "parts[2]": 8}
+    assert main(["view-samples", f"{file}:both", "--out", str(page), "--samples", "0"]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/png;base64,") == 2
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path), "--data.part", "all"])
 

@@ -20,6 +20,7 @@ from lf.models.diffusion.sample import How, sample_row, solve
 from lf.models.diffusion.wan import Wan, wan_tiny
 from lf.train.start import export
 from scripts.generate import main
+from scripts.media.painting import Media, _settled
 from tests.latent_tools import tiny
 from tests.media_tools import make_media, make_pipeline
 from tests.test_latents import command
@@ -108,10 +109,10 @@ def test_a_pipeline_makes_a_picture_a_video_and_a_pipeline(home: Path, tmp_path:
         main(["media", str(home / "pipeline"), *ASK, "--out", str(out), "--write-pipeline", str(tmp_path / "p")]) == 0
     )
     assert Image.open(out).size == (48, 32)
-    latent = tmp_path / "a.safetensors"
+    latent = tmp_path / "a.SAFETENSORS"
     assert main(["media", str(tmp_path / "p"), *ASK, "--out", str(latent)]) == 0
     assert load_file(latent)["latents"].shape == (4, 1, 4, 6)
-    video = tmp_path / "a.mp4"
+    video = tmp_path / "a.MP4"
     more = ("--frames", "9", "--out", str(video), "--solver", "unipc")
     assert main(["media", str(home / "pipeline"), *ASK, *more]) == 0
     from lf.data.video import index_video
@@ -125,13 +126,26 @@ def test_a_pipeline_makes_a_picture_a_video_and_a_pipeline(home: Path, tmp_path:
     peer.load_state_dict(load_file(tmp_path / "p/transformer/diffusion_pytorch_model.safetensors"))
 
 
-def test_a_row_of_a_cache_asks_for_its_size(home: Path, tmp_path: Path) -> None:
+def test_a_row_of_a_cache_asks_for_its_size(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = home / "pipeline/transformer", tmp_path / "a.safetensors"
     given = ["media", str(folder), "--cache", str(home / "cache"), "--steps", "2", "--device", "cpu", "--out", str(out)]
-    rows = open_latents(LatentData(path=str(home / "cache")), seed=0)
+    rows = open_latents(LatentData(path=str(home / "cache")), seed=0, cache_dir=tmp_path)
     for number in range(3):
         assert main([*given, "--row", str(number)]) == 0
-        assert load_file(out)["latents"].shape == rows.row(0, number)["latents"].shape
+        row = rows.at(number)
+        assert f"row {number} is {row['id']}: {row['caption']}\n" in capsys.readouterr().out
+        shape = row["latents"].shape
+        assert load_file(out)["latents"].shape == shape
+        # Before anything is sampled, the file that is asked for must be of the row's kind.
+        other = tmp_path / ("a.PNG" if shape[1] > 1 else "a.MP4")
+        asked = [*given, "--row", str(number), "--pipeline", str(home / "pipeline"), "--out", str(other)]
+        assert main(asked) == 1
+        assert f"is {'a video; give' if shape[1] > 1 else 'a picture; give'}" in capsys.readouterr().err
+    for flags in (("--size", "32x48"), ("--frames", "5")):
+        assert main([*given, *flags]) == 1
+        assert "leave out --size and --frames" in capsys.readouterr().err
+    assert main([*given, "--image", "x.png"]) == 1
+    assert "leave out --image" in capsys.readouterr().err
 
 
 def test_a_first_frame_is_kept_or_conditions(home: Path, tmp_path: Path) -> None:
@@ -161,6 +175,8 @@ def test_a_first_frame_is_kept_or_conditions(home: Path, tmp_path: Path) -> None
         (["--size", "30x48"], "multiples of 16"),
         (["--prompt", "a " * 600], "takes 512; shorten"),
         (["--cache", "x"], "either --prompt"),
+        (["--boundary", "0.5"], "give --low"),
+        (["--write-pipeline", "."], "is there already"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_cure(
@@ -183,6 +199,18 @@ def test_folders_that_do_not_fit_are_refused(home: Path, tmp_path: Path, capsys:
     shutil.copytree(home / "pipeline/transformer", tmp_path / "two/transformer_2")
     assert main(["media", str(tmp_path / "two"), *ASK, "--out", str(tmp_path / "a.png")]) == 1
     assert "boundary" in capsys.readouterr().err
+    assert main(["media", transformer, "--pipeline", str(tmp_path / "two"), *ASK]) == 1
+    assert "two experts" in capsys.readouterr().err
     index = tmp_path / "two/model_index.json"
     index.write_text(json.dumps({"_class_name": "WanPipeline", "boundary_ratio": 0.875}))
     assert main(["media", str(tmp_path / "two"), *ASK, "--out", str(tmp_path / "a.png")]) == 0
+
+
+def test_a_whole_pipeline_says_boundary_and_shift(tmp_path: Path) -> None:
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "model_index.json").write_text('{"boundary_ratio": 0.9}')
+    (tmp_path / "scheduler/scheduler_config.json").write_text('{"flow_shift": 3.0}')
+    told = _settled(Media(folder=tmp_path))
+    assert (told.boundary, told.shift) == (0.9, 3.0)
+    told = _settled(Media(folder=tmp_path, boundary=0.8, shift=5.0))
+    assert (told.boundary, told.shift) == (0.8, 5.0)

@@ -26,7 +26,6 @@ from lf.models.diffusion.packed import patchify, unpatchify
 from lf.models.diffusion.qwen_image import qwen_image_tiny
 from lf.models.diffusion.wan import wan_tiny
 from lf.train.checkpoint import distributed
-from lf.train.comm import process_group
 from lf.train.loop import train
 from lf.train.run import open_job
 from scripts.generate import main
@@ -282,7 +281,7 @@ def test_edits_are_those_of_diffusers(qwen: Path, tmp_path: Path, small: None, k
 
 
 def test_rows_of_edits_are_cached_resumed_and_equal_to_those_encoded_while_reading(
-    qwen: Path, tmp_path: Path, small: None
+    one_process: None, qwen: Path, tmp_path: Path, small: None
 ) -> None:
     pictures(tmp_path, one=(64, 64), tall=(96, 40), wide=(48, 80))
     lines = [
@@ -328,8 +327,7 @@ def test_rows_of_edits_are_cached_resumed_and_equal_to_those_encoded_while_readi
     with pytest.raises(ValueError, match="up to 2 references, and the model reads none"):
         spec.check_model(attrs.evolve(model, edit=False), facts)
     job = lf.Run(model=model, data=kept_data, parallel=lf.TorchParallel(micro_batch=2), batch=2, steps=2)
-    with process_group(cpu):
-        train(open_job(job, tmp_path / "run", (), cpu, distributed(), lambda line: None))
+    train(open_job(job, tmp_path / "run", (), cpu, distributed(), lambda line: None))
     batch = spec.collate(model, rows, rows[0])
     assert len(batch["empty"]) == sum(batch["empties"]) == sum(len(row["empty"]) for row in rows)
 

@@ -17,11 +17,13 @@ import lf
 from lf.config import from_json
 from lf.data.source import open_data
 from lf.devices.cpu import cpu
+from lf.models.diffusion.wan import wan_tiny
 from lf.models.toy import Toy
 from lf.train import checkpoint
 from lf.train.loop import FAULTS, train
 from lf.train.run import open_job
 from lf.train.summary import summary
+from tests.latent_tools import FakeLatents
 from tests.test_train import go, metrics, small_run, tensors
 from tests.workers import Workers
 
@@ -163,6 +165,20 @@ def rows_run(data: Tripping, held_out: Tripping | None = None) -> lf.Run:
         eval=lf.Eval(data=held_out, every=3),
         log=lf.Log(every=1),
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "lacks"), [(wan_tiny, Tripping(), "latents"), (Toy(), FakeLatents(), "labels")]
+)
+def test_data_of_another_kind_is_refused_by_what_its_rows_lack(
+    one_process: None, tmp_path: Path, model: Any, data: Any, lacks: str
+) -> None:
+    run = attrs.evolve(rows_run(Tripping()), model=model, data=data)
+    with pytest.raises(
+        ValueError, match=rf"data = .*{type(data).__name__}: its rows have no '{lacks}', which .* reads"
+    ):
+        open_job(run, tmp_path / "run", (), cpu, checkpoint.distributed(), lambda text: None)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -10,7 +10,7 @@ import av
 import numpy as np
 import pytest
 
-from lf.data.video import Decoders, append_videos, index_video, nearest, write_video
+from lf.data.video import Decoders, append_videos, index_video, nearest, open_video, write_video
 from tests.robot_tools import SIZE, encode, frame
 
 
@@ -93,6 +93,21 @@ def test_a_video_that_is_cut_off_is_an_error(tmp_path: Path, part: float, fastst
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
     with pytest.raises(ValueError, match=r"a\.mp4.*cut off"):
         index_video(path)
+
+
+def test_a_damaged_frame_and_those_drawn_on_top_of_it_are_errors(tmp_path: Path) -> None:
+    path, rng = tmp_path / "a.mp4", np.random.default_rng(0)
+    write_video(path, [rng.integers(0, 255, (64, 64, 3), np.uint8) for _ in range(6)], Fraction(8))
+    with open_video(path) as file:
+        keys = [(entry.pos, entry.size) for entry in file.streams.video[0].index_entries if entry.is_keyframe]
+    data, (start, size) = bytearray(path.read_bytes()), keys[-1]
+    data[start + size // 2] ^= 0xFF
+    path.write_bytes(data)
+    ticks, decoders = index_video(path).pts.tolist(), Decoders()
+    for asked in (ticks[-2:], ticks[-1:]):
+        with pytest.raises(ValueError, match=rf"a.mp4: the frame at tick {ticks[-2]} is damaged; fetch the file again"):
+            decoders.frames(path, asked)
+    assert len(decoders.frames(path, ticks[:-2])) == 4
 
 
 def test_a_file_that_is_no_video_is_an_error(tmp_path: Path) -> None:

@@ -32,20 +32,11 @@ from lf.models.vision.tower import (
     tower_rules,
 )
 from lf.models.vlm import Vlm
+from tests.vlm_cases import TOWERS
 
 GOLDEN = Path(__file__).parent / "golden/hf"
 SETS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe_hub", "internvl", "kimi_k25", "llava_onevision")
 
-TOWERS: dict[str, VisionConfig] = {
-    "qwen2.5": Qwen25Vision(width=32, depth=3, mlp=40, heads=2, patch=4, window=16, full=(1,)),
-    "qwen3": Qwen3Vision(width=24, depth=3, mlp=32, heads=2, patch=4, side=6, levels=(0, 1)),
-    "intern": InternVision(width=32, depth=2, mlp=48, heads=4, image=16, patch=4),
-    "intern rms": InternVision(
-        width=32, depth=2, mlp=48, heads=4, image=16, patch=4, norm="rms", qkv_bias=False, qk_norm=True
-    ),
-    "moon": MoonVision(width=32, depth=2, mlp=48, heads=2, patch=4, side=6),
-    "siglip": Siglip(width=32, depth=2, mlp=48, heads=4, image=16, patch=4),
-}
 GRIDS: tuple[Grid, ...] = ((1, 4, 6), (3, 8, 4), (1, 2, 6), (1, 4, 6))
 
 

@@ -9,8 +9,11 @@ from lf.models import spec
 from lf.models.decoder import DecoderConfig
 from lf.models.layers.rope import Rope
 from lf.models.media import Media, media_tokens
+from lf.models.vision.intern_vit import InternVision
+from lf.models.vision.moon_vit import MoonVision
 from lf.models.vision.qwen_vit import Qwen3Vision, Qwen25Vision
-from lf.models.vision.tower import tower_of
+from lf.models.vision.siglip import Siglip
+from lf.models.vision.tower import VisionConfig, tower_of
 from lf.models.vlm import Vlm
 from lf.models.vlms.qwen_vl import PROJECTOR2_5
 from tests.cases import DENSE
@@ -22,6 +25,17 @@ QWEN3 = Qwen3Vision(width=24, depth=3, mlp=32, heads=2, patch=4, side=6, levels=
 QWEN2_5 = Qwen25Vision(width=32, depth=2, mlp=40, heads=2, patch=4, window=16, full=(1,))
 IMAGE, VIDEO = 128, 129
 
+TOWERS: dict[str, VisionConfig] = {
+    "qwen2.5": Qwen25Vision(width=32, depth=3, mlp=40, heads=2, patch=4, window=16, full=(1,)),
+    "qwen3": Qwen3Vision(width=24, depth=3, mlp=32, heads=2, patch=4, side=6, levels=(0, 1)),
+    "intern": InternVision(width=32, depth=2, mlp=48, heads=4, image=16, patch=4),
+    "intern rms": InternVision(
+        width=32, depth=2, mlp=48, heads=4, image=16, patch=4, norm="rms", qkv_bias=False, qk_norm=True
+    ),
+    "moon": MoonVision(width=32, depth=2, mlp=48, heads=2, patch=4, side=6),
+    "siglip": Siglip(width=32, depth=2, mlp=48, heads=4, image=16, patch=4),
+}
+
 MODELS: dict[str, Vlm] = {
     "levels": Vlm(vision=QWEN3, text=TEXT, image_token=IMAGE, video_token=VIDEO),
     "windows": Vlm(
@@ -32,6 +46,7 @@ MODELS: dict[str, Vlm] = {
         video_token=VIDEO,
     ),
     "experts": Vlm(vision=QWEN3, text=attrs.evolve(TEXT, experts=SOFTMAX), image_token=IMAGE, video_token=VIDEO),
+    **{name: Vlm(vision=TOWERS[name], text=TEXT, image_token=IMAGE, video_token=VIDEO) for name in TOWERS},
 }
 
 

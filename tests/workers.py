@@ -27,8 +27,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     share_device()
-    jobs = itertools.count(1)
-    while True:
+    for number in itertools.count(1):
         try:
             job = pipe.recv()
         except EOFError:
@@ -43,9 +42,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            if next(jobs) % 16 == 0:
-                # Models hold their process groups in cycles, and a group has two threads: a long session runs out.
-                gc.collect()
+        if number % 16 == 0:
+            # Engines hold their process groups in cycles, and a group has two threads: a long session runs out.
+            gc.collect()
 
 
 class Workers:

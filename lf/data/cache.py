@@ -50,7 +50,7 @@ def _build(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str
     temporary.mkdir()
     try:
         facts = dict(build(temporary))
-        files = {path.name: _sha256(path) for path in temporary.iterdir()}
+        files = {path.name: sha256_of(path) for path in temporary.iterdir()}
         meta = {"facts": facts, "files": files, "sha256": key_of(facts, files)}
         (temporary / _META).write_text(json.dumps(meta), encoding="utf-8")
         for path in temporary.iterdir():
@@ -72,14 +72,15 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         facts, files = meta["facts"], meta["files"]
-        if key_of(facts, files) == meta["sha256"] and all(_sha256(folder / name) == files[name] for name in files):
+        if key_of(facts, files) == meta["sha256"] and all(sha256_of(folder / name) == files[name] for name in files):
             return dict(facts)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Returns the sha256 of the bytes of a file, as hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

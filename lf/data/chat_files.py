@@ -13,13 +13,14 @@ from typing import Any, Literal
 import attrs
 
 from lf.data.chat_text import Item, Message
-from lf.data.files import TextFile, checked_text, path_fault
+from lf.data.files import TextFile, checked_text, json_object, path_fault
 from lf.data.media_files import Ref
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 _KNOWN = ("system", "user", "assistant", "tool")
 _MARKS: tuple[tuple[Literal["image", "video"], str], ...] = (("image", "<image>"), ("video", "<video>"))
 _UNREAD = ("tools", "functions", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_OF_MESSAGE = ("name", "tool_call_id")
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 _VIDEOS = ("mp4", "avi", "mkv", "mov", "webm")
 
@@ -85,17 +86,7 @@ def _jsonl(path: Path, root: Path) -> _Records:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield number, where, _object(line, where), _of_path(root, where)
-
-
-def _object(data: bytes | str, where: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error}); every sample must be one JSON object") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: a JSON {type(value).__name__}; every sample must be one JSON object")
-    return value
+                yield number, where, json_object(line, where), _of_path(root, where)
 
 
 def _parquet(path: Path, root: Path) -> _Records:
@@ -145,7 +136,7 @@ def _tar(path: Path, root: Path) -> _Records:
                     raise ValueError(f"{where} has {sorted(members)} and no json with its messages; add it")
                 stream = file.extractfile(members["json"])
                 assert stream is not None
-                record = _object(stream.read(), where)
+                record = json_object(stream.read(), where)
                 yield number, where, _with_members(record, members, where), _of_tar(path, where, members)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"{path}: cannot be read as an uncompressed tar ({error}); fetch or write it again") from error
@@ -194,7 +185,31 @@ def _of_tar(path: Path, where: str, members: Mapping[str, tarfile.TarInfo]) -> R
 _READERS: dict[str, Callable[[Path, Path], _Records]] = {".jsonl": _jsonl, ".parquet": _parquet, ".tar": _tar}
 
 
+def question(prompt: str, images: Sequence[str], videos: Sequence[str]) -> Sample:
+    """Returns a sample in which a user asks something about files, given as paths.
+
+    `<image>` and `<video>` in the prompt are their places, in order; those of a kind that it does not place come first.
+    """
+    places = [(mark * len(files), mark) for (_, mark), files in zip(_MARKS, (images, videos), strict=True)]
+    first = "".join(marks for marks, mark in places if mark not in prompt)
+    turn = {"role": "user", "content": first + prompt}
+    record = {"messages": [turn], "images": list(images), "videos": list(videos)}
+    where = "the prompt"
+    messages, media = _said(record, where, _of_path(Path(), where))
+    return Sample(file=0, line=0, where=where, messages=messages, media=media, hash=0)
+
+
 def _sample(file: int, line: int, where: str, record: Mapping[str, Any], resolve: Resolve) -> Sample:
+    messages, media = _said(record, where, resolve)
+    if not any(message.role == "assistant" and any(item.text for item in message.items) for message in messages):
+        raise ValueError(f"{where}: the assistant says nothing, so there is nothing to learn; leave the sample out")
+    said = [[message.role, [[item.kind, item.text] for item in message.items]] for message in messages]
+    digest = hashlib.blake2b(json.dumps([said, [ref.key for ref in media]]).encode(), digest_size=8).digest()
+    return Sample(file=file, line=line, where=where, messages=messages, media=media, hash=int.from_bytes(digest))
+
+
+def _said(record: Mapping[str, Any], where: str, resolve: Resolve) -> tuple[tuple[Message, ...], tuple[Ref, ...]]:
+    """Returns the messages of a record, and its images and videos in their order."""
     listed: dict[str, list[Ref]] = {}
     for kind, _ in _MARKS:
         value = record.get(f"{kind}s") if record.get(f"{kind}s") is not None else record.get(kind)
@@ -214,11 +229,7 @@ def _sample(file: int, line: int, where: str, record: Mapping[str, Any], resolve
     for name, rest in waiting.items():
         if count := sum(1 for _ in rest):
             raise ValueError(f"{where}: {count} of {len(listed[name])} {name}s listed have no place in the messages")
-    if not any(message.role == "assistant" and any(item.text for item in message.items) for message in messages):
-        raise ValueError(f"{where}: the assistant says nothing, so there is nothing to learn; leave the sample out")
-    said = [[message.role, [[item.kind, item.text] for item in message.items]] for message in messages]
-    digest = hashlib.blake2b(json.dumps([said, [ref.key for ref in media]]).encode(), digest_size=8).digest()
-    return Sample(file=file, line=line, where=where, messages=messages, media=tuple(media), hash=int.from_bytes(digest))
+    return messages, tuple(media)
 
 
 def _turns(record: Mapping[str, Any], where: str) -> Sequence[Any]:
@@ -233,8 +244,8 @@ def _turns(record: Mapping[str, Any], where: str) -> Sequence[Any]:
     return found
 
 
-def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
-    for key in _UNREAD:
+def _refuse_unread(value: Mapping[str, Any], what: str, where: str, keys: Sequence[str] = _UNREAD) -> None:
+    for key in keys:
         if value.get(key) not in (None, "", [], {}, "[]", "{}"):
             raise ValueError(
                 f"{where}: {what} has {key!r}, which no chat template of lf is shown; write it into the content of a "
@@ -249,7 +260,7 @@ def _message(value: Any, where: str, listed: Mapping[str, Sequence[Ref]], take: 
     role = _ROLES.get(str(role), str(role))
     if role not in _KNOWN:
         raise ValueError(f"{where}: a message has the role {role!r:.40}; it must be one of {', '.join(_KNOWN)}")
-    _refuse_unread(value, f"a message of {role}", where)
+    _refuse_unread(value, f"a message of {role}", where, (*_UNREAD, *_OF_MESSAGE))
     content = _content(value)
     if content is None:
         raise ValueError(f"{where}: a message of {role} has no content, or null; give it a text, which may be empty")

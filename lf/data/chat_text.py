@@ -7,7 +7,7 @@ template's own. Only there are special tokens read, so no text can forge one, an
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,9 @@ CHATML = """{%- for message in messages -%}
 {%- elif item.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
 {%- else -%}{{ item.text }}{%- endif -%}
 {%- endfor -%}<|im_end|>
-{% endfor -%}"""
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
 """A template for tokenizers that have none; the blocks are those of the public ChatML."""
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
@@ -32,7 +34,8 @@ _MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 # Texts are marks while a template runs, so what it makes is short whatever the conversation says.
 _MOST_TEXT = 10_000_000
 _MOST_TURNS = 1_000_000
-_LEFT, _COUNTED = "lf turns left", "lf counted"  # No template can write a name with spaces.
+# No template can write a name with spaces.
+_LEFT, _COUNTED, _JOINED, _MADE = "lf turns left", "lf counted", "lf joined", "lf made"
 
 
 @attrs.frozen(kw_only=True)
@@ -81,13 +84,15 @@ class Encoded:
     """Where each image or video begins and ends, its own special tokens included."""
 
 
-Template = Callable[[Sequence[Message]], str]
+Template = Callable[[Sequence[Message], bool], str]
+"""Renders messages and, where the flag says so, the beginning of what the assistant says next."""
 
 
 def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template, str]:
     """Returns the template of a Jinja file, of lf (`chatml`), or of a tokenizer where `path` is empty; and its source.
 
-    It is run in Jinja's sandbox, and may make 10 million characters in a million turns of its loops. Raises ValueError
+    It is run in Jinja's sandbox, and may make 10 million characters in a million turns of its loops and calls of its
+    macros. Raises ValueError
     where there is none, or it is no template.
     """
     if path == "chatml":
@@ -101,7 +106,7 @@ def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}.template = {path!r} is not UTF-8 ({error}); save it so") from error
     else:
-        source = _own(tokenizer.files)
+        source = own_template(tokenizer.files)
         if not source:
             raise ValueError(
                 f"{where}.template is empty and the tokenizer has no chat template; set it to a Jinja file or 'chatml'"
@@ -110,7 +115,8 @@ def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template
     return functools.partial(_render, _compile(source, name, where), name), source
 
 
-def _own(files: Mapping[str, bytes]) -> str:
+def own_template(files: Mapping[str, bytes]) -> str:
+    """Returns the chat template that a tokenizer has among its files, empty for none."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -141,12 +147,32 @@ def _compile(source: str, name: str, where: str) -> Any:
             f"{where}.template: the template {name} has the character U+E000 or U+E001, by which lf marks texts; "
             "take it out"
         )
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+    class Counting(ImmutableSandboxedEnvironment):
+        """Counts calls as turns of loops, and what they make together as text of the template."""
+
+        def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if next(context[_LEFT], None) is None:
+                raise TemplateError(f"its macros and functions are called more than {_MOST_TURNS} times")
+            made = super().call(context, called, *args, **kwargs)
+            if isinstance(made, str):
+                context[_MADE][0] += len(made)
+                if context[_MADE][0] > _MOST_TEXT:
+                    raise MemoryError(f"its macros and functions make more than {_MOST_TEXT} characters")
+            return made
+
+    def joined(values: Sequence[Any]) -> str:
+        texts = [str(value) for value in values]
+        if sum(map(len, texts)) > _MOST_TEXT:
+            raise MemoryError(f"a text of more than {_MOST_TEXT} characters")
+        return "".join(texts)
+
+    env = Counting(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    env.filters[_COUNTED] = counted
+    env.filters |= {_COUNTED: counted, _JOINED: joined}
     env.globals["raise_exception"] = fail
-    env.intercepted_binops = frozenset({"*", "**"})
-    env.binop_table |= {"*": _times, "**": _power}
+    env.intercepted_binops = frozenset({"+", "*", "**"})
+    env.binop_table |= {"+": _plus, "*": _times, "**": _power}
     # The tag marks what the assistant says where transformers renders; here the marks do.
     source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
     source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
@@ -154,12 +180,21 @@ def _compile(source: str, name: str, where: str) -> Any:
         tree = env.parse(source)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        for concat in tree.find_all(nodes.Concat):
+            parts = nodes.List(concat.nodes, lineno=concat.lineno)
+            concat.nodes = [nodes.Filter(parts, _JOINED, [], [], None, None, lineno=concat.lineno)]
         tree.set_environment(env)
         return env.from_string(tree)
     except Exception as error:
         raise ValueError(
             f"{where}.template: {name} cannot be read as a Jinja template ({_told(error)}); correct it"
         ) from error
+
+
+def _plus(left: Any, right: Any) -> Any:
+    if hasattr(left, "__len__") and hasattr(right, "__len__") and len(left) + len(right) > _MOST_TEXT:
+        raise MemoryError(f"{len(left)} and {len(right)} parts")
+    return left + right
 
 
 def _times(left: Any, right: Any) -> Any:
@@ -181,7 +216,7 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
 
 
-def _render(template: Any, name: str, messages: Sequence[Message]) -> str:
+def _render(template: Any, name: str, messages: Sequence[Message], begin: bool) -> str:
     number = iter(range(sum(len(message.items) for message in messages)))
     shown = []
     for message in messages:
@@ -196,7 +231,7 @@ def _render(template: Any, name: str, messages: Sequence[Message]) -> str:
     length = 0
     try:
         left = iter(range(_MOST_TURNS))
-        for part in template.generate(messages=shown, add_generation_prompt=False, **{_LEFT: left}):
+        for part in template.generate(messages=shown, add_generation_prompt=begin, **{_LEFT: left, _MADE: [0]}):
             length += len(part)
             if length > _MOST_TEXT:
                 raise MemoryError(f"it makes more than {_MOST_TEXT} characters")
@@ -208,9 +243,12 @@ def _render(template: Any, name: str, messages: Sequence[Message]) -> str:
     return "".join(made)
 
 
-def rendered(template: Template, special: Mapping[str, int], messages: Sequence[Message]) -> list[Piece]:
-    """Returns a conversation as pieces.
+def rendered(
+    template: Template, special: Collection[str], messages: Sequence[Message], begin: bool = False
+) -> list[Piece]:
+    """Returns a conversation as pieces, with `begin` up to where the assistant's next text begins.
 
+    `special` are the texts that are tokens of their own where the template writes them.
     The special token that ends what an assistant says is learnt too. Raises ValueError where the template left a text
     out, gave one twice, or ends an assistant's message without one.
     """
@@ -219,7 +257,7 @@ def rendered(template: Template, special: Mapping[str, int], messages: Sequence[
     pieces: list[Piece] = []
     seen: list[int] = []
     ends = False  # Whether an assistant's message waits for the token that ends it.
-    for at, part in enumerate(_MARK.split(template(messages))):
+    for at, part in enumerate(_MARK.split(template(messages, begin))):
         if at % 2:
             if len(part) > 9 or int(part) >= len(items):
                 raise ValueError("the chat template writes the character U+E000, by which lf marks texts; take it out")
@@ -245,6 +283,22 @@ def rendered(template: Template, special: Mapping[str, int], messages: Sequence[
             f"the chat template shows texts {seen} of the {len(wanted)} of the conversation; it must show each once"
         )
     return pieces
+
+
+def question(template: Template, special: Collection[str], messages: Sequence[Message]) -> tuple[list[Piece], str]:
+    """Returns messages up to where the answer begins, and the special token that ends one. Raises as `rendered` does.
+
+    Raises ValueError too where the template begins no answer.
+    """
+    asked = rendered(template, special, messages, begin=True)
+    if asked == rendered(template, special, messages):
+        raise ValueError(
+            "the chat template begins no answer: it must write what stands before the assistant's text where "
+            "add_generation_prompt is true; add that to it"
+        )
+    answer = Message(role="assistant", items=(Item(kind="text", text="."),))
+    told = rendered(template, special, [*messages, answer])
+    return asked, next(piece.text for piece in told if piece.special and piece.learnt)
 
 
 def _template_pieces(text: str, tokens: re.Pattern[str]) -> list[Piece]:

@@ -3,7 +3,6 @@
 Shapes: F frames, H height, W width.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,15 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.files import checked_text, path_fault
-from lf.data.picture import open_picture
+from lf.data.cache import key_of, sha256_of
+from lf.data.files import checked_text, json_object, path_fault
+from lf.data.picture import mode_fault, open_picture
 from lf.data.regular import kind_fault
 from lf.data.video import Decoder, index_video
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+_UNREAD = (".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".3gp")
 
 _SHOWN = 20
 
@@ -88,6 +89,8 @@ class Planned:
     """Quarters by which frames of a video are turned, counterclockwise."""
     pixel: float = 1.0
     """Width of a pixel over its height, before that."""
+    digest: str = ""
+    """Hash of the bytes of the medium and its references."""
 
 
 def parse_sizes(sizes: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -129,7 +132,7 @@ def find_media(source: Path) -> tuple[Media, ...]:
 
     In a folder the caption of `a/b.mp4` is the text of `a/b.txt`. A line of a .jsonl has `media`, a path below the
     file's folder, `caption` and, for edits, `references`, paths of pictures. Raises ValueError for a missing or empty
-    caption, a missing file and a repeated name.
+    caption, a caption of nothing, a kind that is not read, a missing file and one that is named twice.
     """
     source = source.expanduser()
     found = list(_of_lines(source) if source.suffix == ".jsonl" else _of_folder(source))
@@ -137,9 +140,10 @@ def find_media(source: Path) -> tuple[Media, ...]:
         raise ValueError(f"{source} has no videos or pictures ({', '.join(VIDEOS + PICTURES)}); give a folder that has")
     names: set[str] = set()
     for media in found:
-        if media.name in names:
+        name = os.path.normpath(media.path)
+        if name in names:
             raise ValueError(f"{source} names {media.name} twice; a name is the sample's id: give each once")
-        names.add(media.name)
+        names.add(name)
         for path in (media.path, *media.references):
             if not path.exists():
                 raise ValueError(f"{source} names {media.name}, and {path} is missing; add it, or remove the line")
@@ -149,14 +153,23 @@ def find_media(source: Path) -> tuple[Media, ...]:
 def _of_folder(folder: Path) -> Iterator[Media]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is neither a folder of media nor a .jsonl file; give one of them")
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() not in PICTURES + VIDEOS:
-            continue
+    paths = sorted(folder.rglob("*"))
+    media = [path for path in paths if path.suffix.lower() in PICTURES + VIDEOS]
+    texts = {path.with_suffix(".txt") for path in media}
+    left = [p for p in paths if p.suffix.lower() in _UNREAD or (p.suffix == ".txt" and p not in texts)]
+    if left:
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        raise ValueError(
+            f"{folder} has media of kinds that are not read, or captions without a medium: "
+            f"{', '.join(p.relative_to(folder).as_posix() for p in left[:_SHOWN])}{more}; convert media to one of "
+            f"{', '.join(VIDEOS + PICTURES)}, and take away what is no medium"
+        )
+    for path in media:
         text = path.with_suffix(".txt")
         if not text.is_file():
             raise ValueError(f"{path} has no caption: {text} is missing; write it, or list the media in a .jsonl")
         try:
-            caption = text.read_text(encoding="utf-8").strip()
+            caption = text.read_text(encoding="utf-8-sig").strip()
         except UnicodeDecodeError as error:
             raise ValueError(f"{text} is not UTF-8 ({error}); save it so") from error
         if not caption:
@@ -165,15 +178,14 @@ def _of_folder(folder: Path) -> Iterator[Media]:
 
 
 def _of_lines(file: Path) -> Iterator[Media]:
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    if not file.is_file():
+        raise ValueError(f"{file} is no file; give a folder of media, or a .jsonl that is there")
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         where = f"{file}:{number}"
-        try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where} is no JSON ({error}); correct the line") from error
-        told, caption = (fields.get(key) if isinstance(fields, dict) else None for key in ("media", "caption"))
+        fields = json_object(line, where)
+        told, caption = fields.get("media"), fields.get("caption")
         if not isinstance(told, str) or not isinstance(caption, str) or not told or not caption.strip():
             raise ValueError(f"{where} needs `media`, a path, and `caption`, a text that is not empty; add what lacks")
         checked_text(caption, where, "caption")
@@ -216,11 +228,17 @@ def plan_media(media: Sequence[Media], buckets: Buckets) -> tuple[Planned, ...]:
 
 def _planned(media: Media, buckets: Buckets) -> Planned:
     references = tuple(read_picture(path).shape[:2] for path in media.references)
+    made = _placed(media, buckets)
+    digests = [sha256_of(path) for path in (media.path, *media.references)]
+    return attrs.evolve(made, references=references, digest=key_of(*digests))
+
+
+def _placed(media: Media, buckets: Buckets) -> Planned:
     if media.path.suffix.lower() in PICTURES:
         height, width = read_picture(media.path).shape[:2]
         bucket = Bucket(frames=1, **_size(media.path, height, width, buckets))
-        return Planned(media=media, bucket=bucket, pts=(), fps=0.0, references=references)
-    if references:
+        return Planned(media=media, bucket=bucket, pts=(), fps=0.0)
+    if media.references:
         raise ValueError(f"{media.path} is a video with references; only pictures are edits: leave them out")
     index = index_video(media.path)
     seconds = index.seconds
@@ -286,9 +304,13 @@ def read_picture(path: Path) -> NDArray[np.uint8]:
         raise ValueError(f"{path}: {fault}")
     try:
         with open_picture(path) as image:
-            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+            fault = mode_fault(image)
+            pixels = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"{path} is no picture that can be read ({error}); mend it, or leave it out") from error
+    if fault:
+        raise ValueError(f"{path}: {fault}")
+    return pixels
 
 
 def read_frames(planned: Planned) -> NDArray[np.uint8]:

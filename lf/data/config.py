@@ -139,7 +139,7 @@ class Pictures:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """What they are divided by after that."""
     video: str = ""
-    """Special token by which the chat template announces a video; empty is the model's own (`video_token`)."""
+    """Token by which the chat template announces a video; empty is the model's own (`video_token`)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -229,8 +229,35 @@ class AnyresPictures(Pictures):
     """Pixels of a side of a tile."""
     pinpoints: tuple[tuple[int, int], ...] = tuple(itertools.product(range(384, 2305, 384), range(384, 2305, 384)))
     """Heights and widths in pixels that an image may be resized to before it is cut into tiles."""
+    max_pixels: int = attrs.field(default=0, validator=ge(0))
+    """Larger images are reduced to so many pixels first, and so to fewer tiles; 0 reduces none, as published."""
     frames: int = attrs.field(default=32, validator=ge(1))
     """Frames of a video."""
+
+
+@attrs.frozen(kw_only=True)
+class KimiPictures(Pictures):
+    """Kimi-K2.5's: reduced to limits of patches, never enlarged, and filled up with black to whole blocks.
+
+    A video is pieces of a few frames, each behind the time of its first one.
+    """
+
+    patch: int = attrs.field(default=14, validator=ge(1))
+    """Pixels of a side of a patch."""
+    merge: int = attrs.field(default=2, validator=ge(1))
+    """Rows and columns of patches that make a token."""
+    max_patches: int = attrs.field(default=16384, validator=ge(1))
+    """Larger images are reduced to about so many patches."""
+    side: int = attrs.field(default=512, validator=ge(1))
+    """Most patches of a side."""
+    frames: int = attrs.field(default=4, validator=ge(1))
+    """Frames of a piece of a video, whose features become one picture's."""
+    video_max_patches: int = attrs.field(default=4096, validator=ge(1))
+    """Larger frames of a video are reduced to about so many patches."""
+    fps: float = attrs.field(default=2.0, validator=gt(0.0))
+    """Frames of a second of a video that are taken."""
+    video: str = "<|kimi_k25_video_placeholder|>"
+    """Text by which the chat template announces a video; no token needs to be called so."""
 
 
 @attrs.frozen(kw_only=True)

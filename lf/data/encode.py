@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lf.data.cache import sha256_of
+
 VAES = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
 
 
@@ -49,8 +51,7 @@ def digest_of(*folders: Path) -> str:
         for file in sorted(folder.iterdir()):
             if file.suffix not in (".json", ".safetensors", ".model", ".txt") or not file.is_file():
                 continue
-            with file.open("rb") as stream:
-                made.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
+            made.update(f"{file.name}\0".encode() + bytes.fromhex(sha256_of(file)))
     return made.hexdigest()
 
 

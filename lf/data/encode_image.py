@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lf.data.encode import digest_of, stated
-from lf.data.encode_text import Pixels, processor_class
+from lf.data.encode_text import Pixels, load_quietly, processor_class
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -51,9 +51,7 @@ def open_images(pipeline: Path, device: str = "cpu") -> Images | None:
             f"first frames are encoded by transformers, which is missing ({error}); install lf[diffusion]"
         ) from error
     try:
-        model = CLIPVisionModel.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
-        )
+        model = load_quietly(CLIPVisionModel, folder, torch.float32)
         processor = processor_class("CLIPImageProcessor").from_pretrained(
             pipeline / "image_processor", local_files_only=True
         )

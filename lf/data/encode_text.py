@@ -131,6 +131,19 @@ def processor_class(name: str) -> Any:
         ) from error
 
 
+def load_quietly(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """Returns transformers' model of a folder; raises as it does, and draws no bars."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
 def clean(caption: str) -> str:
     """Returns a caption as Wan's pipelines clean it: broken characters mended, entities resolved, white space single.
 
@@ -160,9 +173,7 @@ def open_texts(pipeline: Path, device: str = "cpu", dtype: torch.dtype = torch.f
         ) from error
     seen = processor_class("Qwen2VLImageProcessor") if edit else None
     try:
-        model = getattr(transformers, known[kind]).from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True
-        )
+        model = load_quietly(getattr(transformers, known[kind]), folder, dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(pipeline / "tokenizer", local_files_only=True)
         processor = seen.from_pretrained(pipeline / "processor", local_files_only=True) if seen else None
     except (OSError, RuntimeError, ValueError) as error:

@@ -9,7 +9,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from gzip import GzipFile
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 import attrs
 
-from lf.data.cache import build_once, key_of
+from lf.data.cache import build_once, key_of, sha256_of
 from lf.data.config import ChatData, TextData
 
 _SETTLED_NS = 2_000_000_000
@@ -112,21 +112,15 @@ def file_digests(files: Sequence[TextFile], cache_dir: Path) -> list[str]:
     stats = [file.path.stat() for file in files]
     newest = max(max(stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats)
     if newest > time.time_ns() - _SETTLED_NS:
-        return _hash_all(files)
+        return [sha256_of(file.path) for file in files]
     seen = [
         [str(file.path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         for file, stat in zip(files, stats, strict=True)
     ]
-    facts = build_once(cache_dir / "files" / key_of(seen), lambda _: {"sha256": _hash_all(files)})
+    facts = build_once(
+        cache_dir / "files" / key_of(seen), lambda _: {"sha256": [sha256_of(file.path) for file in files]}
+    )
     return [str(digest) for digest in facts["sha256"]]
-
-
-def _hash_all(files: Sequence[TextFile]) -> list[str]:
-    digests = []
-    for file in files:
-        with file.path.open("rb") as stream:
-            digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
-    return digests
 
 
 def _search(cfg: TextData | ChatData, folder: Path, where: str) -> list[TextFile]:
@@ -229,6 +223,17 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}: record {number}: byte {error.start} of {field!r} is not UTF-8") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as parquet: {error}; fetch or write it again") from error
+
+
+def json_object(data: bytes, where: str) -> Mapping[str, Any]:
+    """Returns the JSON object of a sample; raises ValueError with `where` for bytes that are none."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error}); every sample must be one JSON object") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: a JSON {type(value).__name__}; every sample must be one JSON object")
+    return value
 
 
 def path_fault(path: str) -> str:

@@ -7,7 +7,8 @@ import attrs
 import tyro
 
 from lf.data.config import Encoding
-from lf.data.latents import open_encoder, plan, write_cache
+from lf.data.latent_files import write_cache
+from lf.data.latents import open_encoder, plan
 from lf.data.lerobot_commands import Place, Report, run
 
 

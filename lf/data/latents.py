@@ -1,23 +1,13 @@
-"""Cached latents: shards of safetensors that are appended to, an index that ends them, and the rows of a model.
-
-A cache is a folder of `plan.json` (what is encoded, and by what), `empty.safetensors`, `rows-00000.safetensors` and so
-on and, when all is there, `index.json`. Row n of the cache has the tensors `n.latents`, `n.text` and perhaps
-`n.condition`, `n.image`, `n.references.0` and so on; an edit has its own `n.empty`, as its pictures are in it. The
-header of a shard says, as JSON, what its rows are. A shard appears whole, by one rename, so a killed run goes on behind
-the last one.
-"""
+"""Rows of latents: what encodes media, the rows of a cache, and of media that are encoded when they are read."""
 
 import functools
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lf.data.cache import key_of
@@ -53,12 +43,10 @@ from lf.data.encode_text import (
     resized_to,
     texts_digest,
 )
+from lf.data.latent_files import INDEX, PLAN, check_files, open_shard, read_index
 from lf.data.outline import outline
 from lf.plan.order import permutation
-from lf.storage import locked, sync
 
-PLAN, INDEX, EMPTY = "plan.json", "index.json", "empty.safetensors"
-FORMAT = 2
 REFERENCE_AREA = 1024 * 1024
 """Pixels, about, of a reference before it becomes a latent, as in diffusers' pipelines."""
 
@@ -143,6 +131,11 @@ def open_encoder(cfg: Encoding) -> Encoder:
     """Returns what encodes; raises ValueError for what it cannot open, and for buckets that the VAE cannot take."""
     folder = Path(cfg.pipeline).expanduser()
     config = stated(folder / "vae")
+    try:
+        torch.empty(0, device=cfg.device)
+    except (RuntimeError, AssertionError) as error:
+        told = str(error).partition("\n")[0]
+        raise ValueError(f"device = {cfg.device!r} cannot be used ({told}); give cpu, or one that is here") from error
     check_buckets(_buckets(cfg), *strides(config))
     scaling(config, folder / "vae" / "config.json")
     vae = open_vae(folder / "vae", cfg.device)
@@ -165,131 +158,6 @@ def plan(source: Path, encoder: Encoder) -> tuple[Planned, ...]:
 def check_planned(texts: Texts, one: Planned, most: int) -> list[int]:
     """Returns the tokens of a medium's caption and references; raises ValueError as `check_caption`."""
     return check_caption(texts, one.media.name, one.media.caption, most, one.references)
-
-
-def write_cache(
-    folder: Path,
-    planned: Sequence[Planned],
-    facts: Mapping[str, Any],
-    empty: Callable[[], Tensor],
-    encode: Callable[[Planned], Mapping[str, Tensor]],
-    *,
-    shard_mb: float,
-    say: Callable[[int], None],
-) -> int:
-    """Encodes what a cache lacks of a plan, one medium at a time, and ends it; returns how many rows were there before.
-
-    `say` is told the rows that are there after each shard. Raises ValueError where the folder holds another plan.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / "lock", wait=False):
-        _keep_plan(folder, planned, facts)
-        if not (folder / EMPTY).exists():
-            _save(folder / EMPTY, {"empty": empty()}, {})
-        done = [row for shard in _shards(folder) for row in _rows_of(shard)]
-        before = len(done)
-        for rows in _grouped(planned[before:], encode, shard_mb):
-            named = [(f"{len(done) + at}.{name}", t) for at, (_, made) in enumerate(rows) for name, t in made.items()]
-            records = [_record(one, made) for one, made in rows]
-            file = folder / f"rows-{len(_shards(folder)):05d}.safetensors"
-            _save(file, dict(named), {"rows": json.dumps(records)})
-            done += records
-            say(len(done))
-        shards = _shards(folder)
-        index = {
-            "format": FORMAT,
-            "facts": dict(facts),
-            "shards": [{"file": s.name, "bytes": s.stat().st_size, "rows": len(_rows_of(s))} for s in shards],
-            "rows": done,
-        }
-        _write(folder / INDEX, json.dumps({**index, "sha256": key_of(index)}))
-    return before
-
-
-def _keep_plan(folder: Path, planned: Sequence[Planned], facts: Mapping[str, Any]) -> None:
-    """Writes what a cache is of, or raises ValueError where the folder is of something else."""
-    rows = [[*one.media.told, one.fps, *attrs.astuple(one.bucket)] for one in planned]
-    told = {"format": FORMAT, "facts": dict(facts), "rows": len(rows), "media": key_of(rows)}
-    file = folder / PLAN
-    if not file.exists():
-        others = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not p.name.endswith(".partial"))
-        if others:
-            raise ValueError(f"{folder} holds {', '.join(others[:3])} and no {PLAN}; give a new folder")
-        _write(file, json.dumps(told))
-        return
-    have = _json_of(file)
-    wrong = [name for name in told if have.get(name) != told[name]]
-    if wrong:
-        raise ValueError(
-            f"{folder} was begun with other {' and '.join(wrong)} (media, captions, buckets or encoder differ); give a "
-            "new folder, or remove it"
-        )
-
-
-def _grouped(
-    planned: Sequence[Planned], encode: Callable[[Planned], Mapping[str, Tensor]], shard_mb: float
-) -> Iterator[list[tuple[Planned, Mapping[str, Tensor]]]]:
-    held: list[tuple[Planned, Mapping[str, Tensor]]] = []
-    size = 0
-    for one in planned:
-        made = encode(one)
-        held.append((one, made))
-        size += sum(tensor.nbytes for tensor in made.values())
-        if size >= shard_mb * 1e6:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
-
-
-def _record(one: Planned, made: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {
-        **dict(zip(("id", "caption", "references"), one.media.told, strict=True)),
-        "fps": one.fps,
-        "bucket": [one.bucket.frames, one.bucket.height, one.bucket.width],
-        "shapes": {name: list(tensor.shape) for name, tensor in made.items()},
-    }
-
-
-def _save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    save_file(tensors, partial, metadata)
-    sync(partial)
-    partial.rename(file)
-    sync(file.parent)
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.rename(file)
-    sync(file.parent)
-
-
-def _shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rows-*.safetensors"))
-
-
-def _rows_of(shard: Path) -> list[dict[str, Any]]:
-    return json.loads(_open(shard).metadata()["rows"])
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, "pt")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); remove it and run prepare.py latents again") from error
-
-
-def _json_of(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); make the cache again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no object; make the cache again")
-    return found
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -319,7 +187,11 @@ class LatentRows:
 
     def row(self, epoch: int, index: int) -> dict[str, Any]:
         """Returns a row as `lf/models/diffusion/latent.py` describes it; its id is the name of the medium."""
-        number, record = self.rows[_order(len(self), self.seed, epoch)[index]]
+        return self.at(_order(len(self), self.seed, epoch)[index])
+
+    def at(self, index: int) -> dict[str, Any]:
+        """Returns a row by its place in the cache, or in its side of the split."""
+        number, record = self.rows[index]
         shard = self.shards[self.place[number]]
         tensors = {name: shard.get_tensor(f"{number}.{name}") for name in record["shapes"]}
         return _row(tensors, record["id"], record["caption"], self.empty, self.given)
@@ -365,41 +237,33 @@ def _order(rows: int, seed: int, epoch: int) -> Any:
     return permutation(rows, seed, epoch)
 
 
-def open_latents(cfg: LatentData, *, seed: int, where: str = "data") -> LatentRows:
+def open_latents(cfg: LatentData, *, seed: int, cache_dir: Path, where: str = "data") -> LatentRows:
     """Returns the rows of a cache, audited: it is ended and whole, of the encoder that is asked, and has captions.
 
-    Raises ValueError with the folder, what is wrong and the cure.
+    The hashes of its files are compared with the index; `cache_dir` keeps them, as `file_digests` says. Raises
+    ValueError with the folder, what is wrong and the cure.
     """
     folder = Path(cfg.path).expanduser()
     if not (folder / INDEX).is_file():
         begun = "begun and not ended: run prepare.py latents again, which goes on" if (folder / PLAN).is_file() else ""
         raise ValueError(f"{where}.path: {folder} is {begun or 'no cache of latents: make one by prepare.py latents'}")
-    index = _json_of(folder / INDEX)
-    digest = index.pop("sha256", "")
-    if index.get("format") != FORMAT or digest != key_of(index):
-        raise ValueError(f"{folder / INDEX} was changed or is of another format; make the cache again")
+    index = read_index(folder)
     facts, records = index["facts"], index["rows"]
     _check_maker(cfg, facts, where)
-    shards, place = [], []
-    for number, shard in enumerate(index["shards"]):
-        file = folder / shard["file"]
-        if not file.is_file() or file.stat().st_size != shard["bytes"]:
-            raise ValueError(
-                f"{file} is missing or not of {shard['bytes']} bytes; copy the cache again, or make it anew"
-            )
-        shards.append(_open(file))
-        place += [number] * shard["rows"]
+    check_files(folder, index, cache_dir)
+    shards = [open_shard(folder / one["file"]) for one in index["files"]]
+    place = [number for number, one in enumerate(index["files"]) for _ in range(one["rows"])]
     _check_records(folder, records, facts, shards, place)
     kept = tuple((n, record) for n, record in enumerate(records) if _on_side(cfg, record["id"]))
     return LatentRows(
         rows=kept,
         shards=tuple(shards),
         place=tuple(place),
-        empty=_open(folder / EMPTY).get_tensor("empty"),
+        empty=shards[0].get_tensor("empty"),
         facts=facts,
         given=cfg.given,
         seed=seed,
-        digest=_number(digest, cfg.part, str(cfg.held_out)),
+        digest=_number(index["sha256"], cfg.part, str(cfg.held_out)),
     )
 
 
@@ -407,9 +271,15 @@ def _check_maker(cfg: LatentData, facts: Mapping[str, Any], where: str) -> None:
     if not cfg.pipeline:
         return
     pipeline = Path(cfg.pipeline).expanduser()
-    own = {"vae": digest_of(pipeline / "vae"), "text_encoder": texts_digest(pipeline)}
-    if facts["image_encoder"]:
-        own["image_encoder"] = images_digest(pipeline)
+    try:
+        own = {"vae": digest_of(pipeline / "vae"), "text_encoder": texts_digest(pipeline)}
+        if facts["image_encoder"]:
+            own["image_encoder"] = images_digest(pipeline)
+    except OSError as error:
+        raise ValueError(
+            f"{where}.pipeline = {cfg.pipeline!r}: {error.filename} cannot be read ({error.strerror}); give the "
+            "diffusers pipeline that made the cache, or leave it empty"
+        ) from error
     for name, value in own.items():
         if facts[name] != value:
             raise ValueError(
@@ -481,9 +351,9 @@ class MediaRows:
         return _row(self.encoder.row(one), one.media.name, one.media.caption, self.empty, self.given)
 
     def describe(self) -> dict[str, int]:
-        """Returns facts as `LatentRows` does; `content` is of names, captions and buckets."""
+        """Returns facts as `LatentRows` does; `content` is of names, captions, buckets and bytes."""
         facts, texts = self.encoder.facts, self.encoder.texts
-        rows = [[*one.media.told, *attrs.astuple(one.bucket)] for one in self.planned]
+        rows = [[*one.media.told, *attrs.astuple(one.bucket), one.digest] for one in self.planned]
         tokens = (check_planned(texts, one, self.encoder.most) for one in self.planned)
         return {
             "rows": len(self),

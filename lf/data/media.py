@@ -8,6 +8,7 @@ Shapes: T frames, H height, W width, N patches, F numbers of a patch.
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from lf.data.config import AnyresPictures, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures
+from lf.data.config import AnyresPictures, KimiPictures, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures
 from lf.models.media import Grid, Media
 from lf.models.spec import no_rule
 
@@ -273,15 +274,20 @@ def _(cfg: TilePictures, level: int) -> TilePictures | None:
 @fit.register
 def _(cfg: AnyresPictures, shape: Shape, count: Count, alone: bool = True) -> Fitted:
     grid: Grid = (1, cfg.tile // cfg.patch, cfg.tile // cfg.patch)
+    height, width = shape.height, shape.width
     size, pictures = (cfg.tile, cfg.tile), 1
     frames: tuple[int, ...] = (0,)
     if shape.kind == "video":
-        frames = _middles(cfg.frames, shape)
-        pictures = len(frames)
+        _check_video(shape)
+        # As transformers takes them: at the start of as many equal parts.
+        pictures = min(cfg.frames, shape.frames)
+        frames = tuple((np.arange(pictures) * (shape.frames / pictures)).astype(int).tolist())
     elif alone:
-        size = _pinpoint(cfg, shape.height, shape.width)
+        scale = math.sqrt(cfg.max_pixels / (height * width)) if 0 < cfg.max_pixels < height * width else 1.0
+        height, width = (max(1, int(side * scale)) for side in (height, width))
+        size = _pinpoint(cfg, height, width)
         pictures = 1 + size[0] * size[1] // cfg.tile**2
-    media = Media(grids=(grid,) * pictures, kind=shape.kind, size=(shape.height, shape.width))
+    media = Media(grids=(grid,) * pictures, kind=shape.kind, size=(height, width))
     tokens = count(media)
     # A size of (0, 0) is that of a square with margins: one of several images.
     size = size if alone or shape.kind == "video" else (0, 0)
@@ -302,7 +308,9 @@ def _pinpoint(cfg: AnyresPictures, height: int, width: int) -> tuple[int, int]:
 @pictures_of.register
 def _(cfg: AnyresPictures, fitted: Fitted, pixels_THWC: Pixels) -> Pixels:
     tile = (cfg.tile, cfg.tile)
-    height, width = pixels_THWC.shape[1:3]
+    height, width = fitted.media.size
+    if pixels_THWC.shape[1:3] != fitted.media.size:
+        pixels_THWC = _resized(pixels_THWC, fitted.media.size)
     if fitted.media.kind == "video":
         return _resized(pixels_THWC, tile)
     if fitted.size == (0, 0):
@@ -326,5 +334,58 @@ def _(cfg: AnyresPictures, fitted: Fitted, pixels_THWC: Pixels) -> Pixels:
 
 @shrunk.register
 def _(cfg: AnyresPictures, level: int) -> AnyresPictures | None:
-    # The model works out the tiles of an image from its own pinpoints, so only videos can be made smaller.
-    return attrs.evolve(cfg, frames=cfg.frames - level) if cfg.frames > level else None
+    most = cfg.max_pixels or max(height * width for height, width in cfg.pinpoints)
+    if cfg.frames < level and most * 0.75 ** (level - 1) <= cfg.tile**2:
+        return None
+    pixels = max(cfg.tile**2, int(most * 0.75**level))
+    return attrs.evolve(cfg, max_pixels=pixels, frames=max(cfg.frames - level, 1))
+
+
+@fit.register
+def _(cfg: KimiPictures, shape: Shape, count: Count, alone: bool = True) -> Fitted:
+    most = cfg.max_patches if shape.kind == "image" else cfg.video_max_patches
+    patches = max(1, shape.height // cfg.patch) * max(1, shape.width // cfg.patch)
+    longest = cfg.side * cfg.patch
+    scale = min(1.0, math.sqrt(most / patches), longest / shape.height, longest / shape.width)
+    height, width = (min(max(1, int(side * scale)), longest) for side in (shape.height, shape.width))
+    factor = cfg.patch * cfg.merge
+    rows, columns = (-(-side // factor) * cfg.merge for side in (height, width))
+    frames = _kimi_frames(cfg, shape) if shape.kind == "video" else (0,)
+    starts = frames[:: cfg.frames]
+    grids = tuple((len(frames[at : at + cfg.frames]), rows, columns) for at in range(0, len(frames), cfg.frames))
+    media = Media(grids=grids, kind=shape.kind, size=(shape.height, shape.width))
+    tokens = count(media)
+    pieces: list[Piece] = [("media", tokens)]
+    if shape.kind == "video":
+        pieces = [piece for frame in starts for piece in _kimi_piece(frame / shape.fps, tokens // len(grids))]
+    return Fitted(media=media, tokens=tokens, pieces=tuple(pieces), frames=frames, size=(height, width))
+
+
+def _kimi_frames(cfg: KimiPictures, shape: Shape) -> tuple[int, ...]:
+    """Returns the frames of a video: at its ends and evenly between, as Kimi-K2.5's published processor takes them."""
+    _check_video(shape)
+    number = max(1, round(shape.frames * min(cfg.fps, shape.fps) / shape.fps))
+    return tuple(np.linspace(0, shape.frames - 1, number).round().astype(int).tolist())
+
+
+def _kimi_piece(seconds: float, tokens: int) -> list[Piece]:
+    stamp = time.strftime("%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}"
+    begin: list[Piece] = [("text", stamp), ("special", "<|media_begin|>"), ("text", "video")]
+    return [*begin, ("special", "<|media_content|>"), ("media", tokens), ("special", "<|media_end|>")]
+
+
+@pictures_of.register
+def _(cfg: KimiPictures, fitted: Fitted, pixels_THWC: Pixels) -> Pixels:
+    _, rows, columns = fitted.media.grids[0]
+    filled = np.zeros((len(pixels_THWC), rows * cfg.patch, columns * cfg.patch, 3), np.uint8)
+    filled[:, : fitted.size[0], : fitted.size[1]] = _resized(pixels_THWC, fitted.size)
+    return filled
+
+
+@shrunk.register
+def _(cfg: KimiPictures, level: int) -> KimiPictures | None:
+    least = cfg.merge**2
+    if max(cfg.max_patches, cfg.video_max_patches) * 0.75 ** (level - 1) <= least:
+        return None
+    image, video = (max(least, int(most * 0.75**level)) for most in (cfg.max_patches, cfg.video_max_patches))
+    return attrs.evolve(cfg, max_patches=image, video_max_patches=video)

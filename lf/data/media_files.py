@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from lf.data.media import Pixels, Shape
-from lf.data.picture import open_picture
+from lf.data.picture import mode_fault, open_picture
 from lf.data.regular import kind_fault
 from lf.data.video import Decoders, VideoIndex, index_video
 
@@ -107,8 +107,8 @@ def _image(ref: Ref) -> Iterator[Any]:
         raise ValueError(f"{ref}: {fault}")
     try:
         with open_picture(_bytes(ref) if ref.place else Path(ref.path)) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"{ref}: pixels of mode {image.mode}, and lf reads 8 bits a channel; convert it")
+            if fault := mode_fault(image):
+                raise ValueError(f"{ref}: {fault}")
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"{ref}: the image is missing; put it there, or leave the sample out") from error

@@ -207,7 +207,7 @@ def open_chat(
     )
 
     def build(temporary: Path) -> dict[str, Any]:
-        made = _index(temporary, files, cfg, _Maker(cfg, template, tokenizer, rules.count, names), where)
+        made = _index(temporary, files, cfg, Maker(cfg, template, tokenizer, rules.count, names), where)
         check_unchanged(before, content(), where)
         return made
 
@@ -266,15 +266,19 @@ def _rows(
 
 
 def chat_texts(cfg: ChatData, files: Sequence[TextFile]) -> Iterator[str]:
-    """Yields what is said in the samples on the side of the split that `cfg.part` names."""
+    """Yields who says what in the samples on the side of the split that `cfg.part` names.
+
+    Templates write the role into each message, so a tokenizer that learns from these texts should know the word.
+    """
     for sample in read_samples(files, cfg.media_root):
         if cfg.part == "all" or on_side(np.array([sample.hash], np.uint64), cfg)[0]:
             for message in sample.messages:
+                yield message.role
                 yield from (item.text for item in message.items if item.text)
 
 
 @attrs.frozen
-class _Maker:
+class Maker:
     """What makes tokens of a sample."""
 
     cfg: ChatData
@@ -285,9 +289,17 @@ class _Maker:
 
     def encoded(self, sample: Sample, entries: Sequence[Entry]) -> Encoded:
         """Returns the sample as tokens."""
-        fitted = [fit(_at_level(self.cfg.pictures, e.level), e.shape, self.count, e.alone) for e in entries]
-        pieces = rendered(self.template, self.tokenizer.special, sample.messages)
-        return encode(pieces, fitted, self.tokenizer, self.names)
+        pieces = rendered(self.template, self.special, sample.messages)
+        return encode(pieces, [self.fitted(entry) for entry in entries], self.tokenizer, self.names)
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """Texts that are tokens of their own where the template writes them."""
+        return (*self.tokenizer.special, self.names.announce)
+
+    def fitted(self, entry: Entry) -> Fitted:
+        """Returns what an image or a video becomes."""
+        return fit(_at_level(self.cfg.pictures, entry.level), entry.shape, self.count, entry.alone)
 
     def entries(self, sample: Sample) -> list[Entry]:
         """Returns the images and videos of a sample, at the config's own size."""
@@ -386,7 +398,7 @@ def _probe(pictures: Pictures, count: Callable[[Media], int]) -> list[int]:
     return made
 
 
-def _index(folder: Path, files: Sequence[TextFile], cfg: ChatData, maker: _Maker, where: str) -> dict[str, Any]:
+def _index(folder: Path, files: Sequence[TextFile], cfg: ChatData, maker: Maker, where: str) -> dict[str, Any]:
     offsets, places, hashes, origins = array("q", [0]), array("q", [0]), array("Q"), array("q")
     counts = dict.fromkeys(_COUNTS, 0)
     largest = 0

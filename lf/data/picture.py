@@ -23,6 +23,12 @@ def open_picture(source: Path | bytes) -> Any:
         raise OSError(f"it is none of {', '.join(FORMATS)}, or its header is broken") from error
 
 
+def mode_fault(image: Any) -> str:
+    """Returns why a picture has too many bits, which Pillow would cut off, with the cure; empty for one of 8 bits."""
+    deep = image.mode.startswith(("I", "F"))
+    return f"it has pixels of mode {image.mode}, and lf reads 8 bits a channel; convert it" if deep else ""
+
+
 def _pillow() -> Any:
     try:
         from PIL import Image
@@ -49,8 +55,8 @@ def picture_fault(data: bytes, size: tuple[int, ...]) -> str:
     """
     try:
         with open_picture(data) as image:
-            if image.mode.startswith(("I", "F")):
-                return f"it has pixels of mode {image.mode}, and lf reads 8 bits a channel"
+            if fault := mode_fault(image):
+                return fault
             if (image.height, image.width) != size:
                 return f"it is {image.height} x {image.width}, and info.json says {size}"
             image.verify()

@@ -130,7 +130,7 @@ def _(cfg: LeRobotData, ctx: DataCtx) -> Rows:
 
 @open_data.register
 def _(cfg: LatentData, ctx: DataCtx) -> LatentRows:
-    return open_latents(cfg, seed=ctx.seed, where=ctx.path)
+    return open_latents(cfg, seed=ctx.seed, cache_dir=ctx.cache_dir, where=ctx.path)
 
 
 @open_data.register
@@ -185,7 +185,7 @@ def _(cfg: ChatData, ctx: DataCtx) -> Texts:
     files = find_files(cfg, ctx.path)
     side = () if cfg.part == "all" else (cfg.part, cfg.held_out)
     return Texts(
-        key=lambda: key_of("chats", file_digests(files, ctx.cache_dir), *side),
+        key=lambda: key_of("chats with roles", file_digests(files, ctx.cache_dir), *side),
         read=lambda: chat_texts(cfg, files),
     )
 

@@ -33,7 +33,13 @@ def _(cfg: HfTokenizer, data: DataConfig, ctx: DataCtx) -> Tokenizer:
 
 @open_tokenizer.register
 def _(cfg: TrainedBpe, data: DataConfig, ctx: DataCtx) -> Tokenizer:
-    source = texts(data, ctx)
+    try:
+        source = texts(data, ctx)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"tokenizer = TrainedBpe learns from the texts of the data, which has none that lf knows ({error}); set "
+            "tokenizer to HfTokenizer(...), or to None where the model reads no text"
+        ) from error
     content = source.key()
 
     def build(temporary: Path) -> Mapping[str, Any]:

@@ -75,7 +75,7 @@ def index_video(path: Path) -> VideoIndex:
     try:
         with open_video(path) as file:
             if not file.streams.video:
-                raise ValueError(f"{path} has no video stream; give the video of a camera")
+                raise ValueError(f"{path} has no video stream: it may be cut off, or sound alone; fetch it again")
             stream = file.streams.video[0]
             end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
             packets = [(packet.pts, packet.is_discard) for packet in file.demux(stream) if packet.size]
@@ -142,7 +142,8 @@ class Decoder:
         """Returns the frame [H, W, 3] (RGB) whose presentation time is `pts` ticks.
 
         Colours are those of FFmpeg's own conversion; it is as the file stores it, not turned by `turns`. Raises
-        ValueError with the path where there is no such frame.
+        ValueError with the path where there is no such frame, and where it or one that was decoded on the way to it is
+        damaged.
         """
         try:
             if self._last is None or pts <= self._last or self._is_far(pts):
@@ -150,6 +151,11 @@ class Decoder:
                 self._frames = self._file.decode(self._stream)
             for frame in self._frames:
                 self._last = frame.pts
+                if frame.is_corrupt:  # FFmpeg makes up what is missing, and draws later frames on top of that.
+                    self._last = None
+                    raise ValueError(
+                        f"{self.path}: the frame at tick {frame.pts} is damaged; fetch the file again, or leave it out"
+                    )
                 if frame.pts == pts:
                     return self._colours.reformat(frame, format="rgb24", threads=1).to_ndarray()
                 if frame.pts is None or frame.pts > pts:

@@ -116,6 +116,13 @@ def _config_file(folder: str | Path) -> Path:
     file = Path(folder) / "config.json"
     if not file.parent.is_dir():
         raise ValueError(f"{file.parent} is not a folder; give the local folder of a Hugging Face checkpoint")
+    others = {
+        "model_index.json": "a whole diffusers pipeline; give the folder of its model, transformer/",
+        "adapter_config.json": "a PEFT adapter; give the model that it is for (a run starts from it by adapt.start)",
+    }
+    for name, told in others.items():
+        if not file.is_file() and (file.parent / name).is_file():
+            raise ValueError(f"{file.parent} is {told}")
     if not file.is_file():
         raise ValueError(f"{file} is missing; give a Hugging Face folder, which has a config.json beside its weights")
     return file

@@ -40,11 +40,13 @@ def takes_media(cfg: ModelConfig) -> bool:
 
 @functools.singledispatch
 def build_encoder(cfg: ModelConfig, ctx: Ctx) -> nn.Module:
-    """Returns what makes features of images, its weights not yet set: called with patches [N, F] and their `Media`.
+    """Returns what makes features of images, its weights not yet set.
 
-    It gives [1 + L, M, H]: what stands in place of the M tokens, and what L levels add in the decoder's first layers.
-    `recompute` says whether its backward makes activations again. A model that has one on its first pipeline stage
-    gives it by `encoder`, and takes as `features` of a micro-batch what it gave.
+    Its `states` takes patches [N, F] and their `Media`; called with what that gave and the media it gives
+    [1 + L, M, H]: what stands in place of the M tokens, and what L levels add in the decoder's first layers. `fixed`
+    says whether `states` needs no weight that is trained, `recompute` takes whether its backward makes activations
+    again. A model that has one on its first pipeline stage gives it by `encoder`, and takes as `features` of a
+    micro-batch what it gave.
     """
     raise no_rule(build_encoder, cfg)
 

@@ -64,8 +64,9 @@ class Layout:
     """Expert parallel ranks."""
     etp: int = 1
     """Tensor parallel ranks inside an expert."""
-    apart: bool = False
-    """Whether all ranks encode images, before the pipeline runs, and not its first stage alone."""
+    apart: int = 0
+    """Ranks that encode an image together, where all ranks encode before the pipeline runs; 0 where its first stage
+    does, each rank for itself."""
     dp_rank: int = 0
     """This rank's place among the data parallel ranks."""
     tp_rank: int = 0

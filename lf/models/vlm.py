@@ -6,7 +6,9 @@ image takes, the decoder layers that get features of inner layers, and the rule 
 Shapes: B rows of a micro-batch, S positions of a row, N patches, F numbers of a patch, M media tokens.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -83,7 +85,8 @@ def check_fit(cfg: Vlm, tower: Tower) -> None:
 def _(cfg: Vlm, ctx: spec.Ctx) -> nn.Module:
     from lf.models.vlm_model import build_vlm
 
-    return build_vlm(cfg, ctx)
+    with _about_text(ctx.layout):
+        return build_vlm(cfg, ctx)
 
 
 @spec.paths.register
@@ -98,10 +101,23 @@ def _(cfg: Vlm, data: Mapping[str, int]) -> None:
 
 @spec.check_layout.register
 def _(cfg: Vlm, layout: spec.Layout, length: int) -> None:
-    try:
+    _check_shares(cfg, layout.apart)
+    with _about_text(layout):
         spec.check_layout(cfg.text, layout, length)
+        _check_levels(cfg, layout)
+
+
+@contextlib.contextmanager
+def _about_text(layout: spec.Layout) -> Iterator[None]:
+    """Makes errors name the decoder's fields as those of a part of the model, and of the layout where it has parts."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(str(error).replace("model.", "model.text.")) from error
+        said = str(error).replace("model.", "model.text.")
+        raise ValueError(said.replace("parallel.", "parallel.text.") if layout.apart else said) from error
+
+
+def _check_levels(cfg: Vlm, layout: spec.Layout) -> None:
     levels, chunks = tower_of(cfg.vision).levels, layout.pp * layout.vpp
     first = layout.stages[0] if layout.stages else -(-cfg.text.layers // chunks)
     if levels > first:
@@ -110,6 +126,17 @@ def _(cfg: Vlm, layout: spec.Layout, length: int) -> None:
             f"pipeline chunks has {first}; set parallel.stages so that it has at least {levels}, or lower parallel.pp "
             "or vpp"
         )
+
+
+def _check_shares(cfg: Vlm, ranks: int) -> None:
+    inner = cfg.projector.width or cfg.vision.width * cfg.projector.merge**2
+    sizes = {"vision.heads": cfg.vision.heads, "vision.mlp": cfg.vision.mlp, "projector.width": inner}
+    for name, size in sizes.items():
+        if ranks and size % ranks:
+            raise ValueError(
+                f"parallel.vision.tp = {ranks} does not divide model.{name} = {size}; set it to a divisor of "
+                f"{math.gcd(*sizes.values())}"
+            )
 
 
 @spec.slice_batch.register

@@ -33,17 +33,30 @@ class Encoder(nn.Module):
         """Says whether the backward makes each layer's activations again."""
         self.vision.again = again
 
+    @property
+    def fixed(self) -> bool:
+        """Whether what `states` gives depends on no weight that is trained."""
+        return not any(param.requires_grad for param in self.vision.parameters())
+
+    def states(self, patches_NF: Tensor, media: Sequence[Media]) -> tuple[Tensor, ...]:
+        """Returns what the tower gives for each patch [N, W], and its levels; nothing where there are no media."""
+        if not media:
+            return ()
+        last, levels = self.vision(patches_NF, [grid for item in media for grid in item.grids])
+        return (last, *levels)
+
     def encode(self, patches_NF: Tensor, media: Sequence[Media]) -> tuple[Tensor, Tensor | None]:
         """Returns the features of media [M, H], and those of the tower's levels [L, M, H] or None."""
-        states, levels = self.vision(patches_NF, [grid for item in media for grid in item.grids])
-        return self.projector.project(states, levels, media)
+        last, *levels = self.states(patches_NF, media)
+        return self.projector.project(last, levels, media)
 
-    def forward(self, patches_NF: Tensor, media: Sequence[Media]) -> Tensor:
-        """Returns both, the levels behind the features [1 + L, M, H]; media may be none."""
+    def forward(self, states: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
+        """Returns both, the levels behind the features [1 + L, M, H], for what `states` gave; media may be none."""
         if not media:
             weight = self.projector.fc2.weight
             return weight.new_zeros(1 + self.projector.tower.levels, 0, len(weight))
-        rows, levels = self.encode(patches_NF, media)
+        last, *more = states
+        rows, levels = self.projector.project(last, more, media)
         return rows[None] if levels is None else torch.cat((rows[None], levels))
 
 

@@ -166,12 +166,13 @@ def vlm_slice(text: DecoderConfig, batch: spec.Batch, layout: spec.Layout) -> sp
     """Returns a rank's part of a micro-batch; later pipeline stages need nothing of images.
 
     Where all ranks encode (`layout.apart`) each has all images, and instead of its own `slots` and `taken` it has
-    `places`: those of every rank of the first stage, tensor parallel ranks being neighbours.
+    `places`: those of every rank of the first stage, tensor parallel ranks being neighbours. `states` is what was made
+    of images before.
     """
     made = {**spec.slice_batch(text, {name: value for name, value in batch.items() if name not in MEDIA}, layout)}
     if "slots" not in batch or (layout.pp_rank and not layout.apart):
         return made
-    made |= {name: batch[name] for name in MEDIA[:2]}
+    made |= {name: batch[name] for name in (*MEDIA[:2], "states") if name in batch}
     shape, packed = (int(batch["tokens"].shape[0]), int(batch["tokens"].shape[1])), is_packed(made)
     if layout.apart:
         ranks = [

@@ -53,11 +53,13 @@ class MegatronParallel(ParallelConfig):
 class Hetero(ParallelConfig):
     """The Megatron path with images apart: all ranks encode those of a step, then the text model's pipeline runs.
 
-    The tower is data parallel over the text model's tensor, context and pipeline parallel ranks.
+    The tower is data parallel over the text model's tensor, context and pipeline parallel ranks. Its weights are whole
+    on each of them.
     """
 
     vision: MegatronParallel = MegatronParallel()
-    """How the tower and the projector are spread; of its fields `recompute` alone may be set, to `full`."""
+    """How the tower and the projector are spread: `tp` ranks share the heads and inner widths of an image, and divide
+    tp * cp * pp of `text`; `recompute` may be `full`. Other fields stay as they are."""
     text: MegatronParallel = MegatronParallel()
     """How the decoder is spread; `micro_batch` is that of the whole."""
 
@@ -89,7 +91,7 @@ def resolve(cfg: ParallelConfig, world: int) -> Layout:
     """Returns the layout of `world` ranks; raises ValueError with the cure where the degrees cannot be."""
     if isinstance(cfg, Hetero):
         _check_hetero(cfg)
-        return attrs.evolve(_within(lambda: resolve(cfg.text, world)), apart=True)
+        return attrs.evolve(_within(lambda: resolve(cfg.text, world)), apart=cfg.vision.tp)
     if isinstance(cfg, TorchParallel):
         _check_replicas(cfg, world)
     if not isinstance(cfg, MegatronParallel):
@@ -136,11 +138,17 @@ def _check_hetero(cfg: Hetero) -> None:
     default = MegatronParallel()
     for field in attrs.fields(MegatronParallel):
         value = getattr(cfg.vision, field.name)
-        if field.name != "recompute" and value != getattr(default, field.name):
+        if field.name not in ("tp", "recompute") and value != getattr(default, field.name):
             raise ValueError(
-                f"parallel.vision.{field.name} = {value!r}: a tower is whole on every rank, and its images are spread "
-                f"over all of them; leave parallel.vision.{field.name} at {getattr(default, field.name)!r}"
+                f"parallel.vision.{field.name} = {value!r}: a tower has tp and recompute alone, and its images are "
+                f"spread over all ranks; leave parallel.vision.{field.name} at {getattr(default, field.name)!r}"
             )
+    shared = cfg.text.tp * cfg.text.cp * cfg.text.pp
+    if shared % cfg.vision.tp:
+        raise ValueError(
+            f"parallel.vision.tp = {cfg.vision.tp} does not divide the parallel.text.tp * cp * pp = {cfg.text.tp} * "
+            f"{cfg.text.cp} * {cfg.text.pp} = {shared} ranks that share a model; set it to a divisor of {shared}"
+        )
     if cfg.vision.recompute == "selective":
         raise ValueError("parallel.vision.recompute = 'selective': a tower makes whole layers again; set full or none")
     if cfg.text.micro_batch != default.micro_batch:

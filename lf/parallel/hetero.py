@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lf.models.layers.shared import Share
 from lf.models.spec import Layout
 from lf.parallel.groups import place
 
@@ -27,6 +28,8 @@ class Replica:
     """This rank's place."""
     size: int
     """How many they are."""
+    share: Share | None
+    """This rank's place among those that encode an image together, None where it does alone."""
 
 
 def replica(layout: Layout, device: str) -> Replica:
@@ -37,13 +40,18 @@ def replica(layout: Layout, device: str) -> Replica:
     """
     world = dist.get_world_size()
     mine: list[Any] = []
+    here, size = (layout.pp_rank * layout.cp + layout.cp_rank) * layout.tp + layout.tp_rank, world // layout.dp
+    share = None
     for dp_rank in range(layout.dp):
         ranks = [rank for rank in range(world) if place(layout, rank).dp_rank == dp_rank]
         groups = [dist.new_group(ranks) for _ in range(4)]
         if layout.dp_rank == dp_rank:
             mine = groups
-    here = (layout.pp_rank * layout.cp + layout.cp_rank) * layout.tp + layout.tp_rank
-    made = Replica(there=(mine[0], mine[1]), back=(mine[2], mine[3]), rank=here, size=layout.pp * layout.cp * layout.tp)
+        for first in range(0, size, layout.apart) if layout.apart > 1 else ():
+            group = dist.new_group(ranks[first : first + layout.apart])
+            if layout.dp_rank == dp_rank and first <= here < first + layout.apart:
+                share = Share(group=group, rank=here - first, size=layout.apart)
+    made = Replica(there=(mine[0], mine[1]), back=(mine[2], mine[3]), rank=here, size=size, share=share)
     _open(made, device)
     return made
 

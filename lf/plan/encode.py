@@ -1,7 +1,7 @@
 """Who encodes the images of a step, who sends which features to whom, and whose gradients come back: a plan of lengths.
 
-The ranks that share one model (tensor, context and pipeline parallel) all encode; those of the first pipeline stage
-need the features, each those of its own positions. Every rank makes the same plan.
+The ranks that share one model (tensor, context and pipeline parallel) all encode, alone or several an image; those of
+the first pipeline stage need the features, each those of its own positions. Every rank makes the same plan.
 
 Shapes: M features of a micro-batch, R features of a route.
 """
@@ -34,7 +34,7 @@ class Route:
     micro: int
     """The micro-batch."""
     source: int
-    """The rank that encodes them."""
+    """The rank that encodes them; of several that do together, the one whose turn it is."""
     target: int
     """The rank that has them at its positions."""
     rows: NDArray[np.int64]
@@ -55,21 +55,32 @@ class StepPlan:
     """All routes, in the order of the micro-batches."""
 
 
-def step_plan(micro: Sequence[Images], ranks: int, takers: Sequence[bool]) -> StepPlan:
+def shares(costs: Sequence[Sequence[float]], ranks: int, together: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns `StepPlan.encodes` for the costs of each micro-batch's images, spread together over `ranks` ranks.
+
+    `together` neighbours encode the same images.
+    """
+    places = [(m, i) for m, images in enumerate(costs) for i in range(len(images))]
+    encoders = ranks // together
+    spreading = spread([Item(cost=costs[m][i]) for m, i in places], encoders)
+    return tuple(
+        tuple(tuple(i for m, i in own if m == number) for number in range(len(costs)))
+        for own in ([places[at] for at in group] for group in groups(spreading, encoders))
+        for _ in range(together)
+    )
+
+
+def step_plan(micro: Sequence[Images], ranks: int, takers: Sequence[bool], together: int = 1) -> StepPlan:
     """Returns the plan of a step over `ranks` ranks, of which the first `len(takers)` take features.
 
     `takers` says of each whether it returns gradients. The images of all micro-batches are spread together, by cost.
+    `together` neighbours encode the same images, and take turns by micro-batch in sending their features.
     """
-    places = [(m, i) for m, images in enumerate(micro) for i in range(len(images.features))]
-    costs = [Item(cost=micro[m].costs[i]) for m, i in places]
-    encodes = tuple(
-        tuple(tuple(i for m, i in own if m == number) for number in range(len(micro)))
-        for own in ([places[at] for at in group] for group in groups(spread(costs, ranks), ranks))
-    )
+    encodes = shares([images.costs for images in micro], ranks, together)
     routes = [
         route
         for number, images in enumerate(micro)
-        for source in range(ranks)
+        for source in range(number % together, ranks, together)
         if encodes[source][number]
         for route in _routes(number, images, source, encodes[source][number], takers)
     ]

@@ -5,7 +5,7 @@ of one micro-batch for each stage (arXiv:2104.04473). They are the orders of meg
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Pass = tuple[bool, int, int]
 """Whether it is a forward, the chunk of the stage, and the micro-batch."""
@@ -82,8 +82,19 @@ def idle(
 
 
 def makespan(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], micro: int) -> float:
-    """Returns the time from the first pass to the last; each starts when its stage and what it needs are ready."""
-    pp, vpp = len(forward), len(forward[0])
+    """Returns what `replay` does where all micro-batches take as long: `forward` and `backward` as for `idle`."""
+
+    def length(stage: int, each: Pass) -> float:
+        return (forward if each[0] else backward)[stage][each[1]]
+
+    return replay(len(forward), len(forward[0]), micro, length)
+
+
+def replay(pp: int, vpp: int, micro: int, length: Callable[[int, Pass], float]) -> float:
+    """Returns the time from the first pass to the last; each starts when its stage and what it needs are ready.
+
+    `length` is the time of a pass of a stage; sending takes none.
+    """
     orders = [order(stage, pp, vpp, micro) for stage in range(pp)]
     at, clock = [0] * pp, [0.0] * pp
     done: dict[tuple[bool, int, int], float] = {}
@@ -92,13 +103,13 @@ def makespan(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[flo
         moved = False
         for stage in range(pp):
             while at[stage] < len(orders[stage]):
-                is_forward, chunk, batch = orders[stage][at[stage]]
+                each = orders[stage][at[stage]]
+                is_forward, chunk, batch = each
                 place = chunk * pp + stage
                 ready = _ready(done, is_forward, place, batch, pp * vpp - 1)
                 if ready is None:
                     break
-                length = (forward if is_forward else backward)[stage][chunk]
-                clock[stage] = max(clock[stage], ready) + length
+                clock[stage] = max(clock[stage], ready) + length(stage, each)
                 done[is_forward, place, batch] = clock[stage]
                 at[stage] += 1
                 moved = True

@@ -22,6 +22,7 @@ from torch import Tensor
 from lf.config import from_json, load_classes, load_function, to_json
 from lf.data.acting import ActingFacts
 from lf.data.hf_tokenizer import FILES, read_tokenizer
+from lf.data.processor_files import FILES as PROCESSORS
 from lf.models import hf, weights
 from lf.models.hf_folder import HfFolder, few, open_folder
 from lf.models.hf_save import new_folder, store_source
@@ -112,7 +113,7 @@ def export_folder(src: Path, dst: Path, family: str = "", config_file: str = "")
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     kept = src / TOKENIZER
-    files = {name: (kept / name).read_bytes() for name in FILES if (kept / name).is_file()}
+    files = {name: (kept / name).read_bytes() for name in (*FILES, *PROCESSORS) if (kept / name).is_file()}
     eos = read_tokenizer(kept).eos if files and start.source is None else None
     adapted = len(shapes) > len(base_shapes(shapes))
     whole = merged(get, shapes, reader.fact("lora_scale", float)) if adapted else get

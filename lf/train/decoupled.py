@@ -1,14 +1,18 @@
 """Images apart from the pipeline: all ranks encode those of a pass, then the decoder runs, then towers go backward.
 
 The weights of the tower and the projector are those of the first pipeline stage: its ranks optimise and save them.
-Other stages have a copy, which every pass starts from. Gradients are of sums over the global batch, so they are only
-added: over the tensor parallel ranks and stages here, over the others as those of every weight.
+Other stages have a copy: every pass gives it what the last step changed. Gradients are of sums over the global batch,
+so they are only added: over the tensor parallel ranks and stages here, over the others as those of every weight.
+
+Where the tower is frozen, what it gives for the images of the next step can be made beside the step that runs: by a
+thread, which sends nothing.
 
 Shapes: L levels of the tower and one, N features that this rank makes, M that it takes, H width.
 """
 
-import itertools
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -16,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lf.models.layers.shared import set_share
 from lf.models.media import Media, build_encoder, media_flops, media_tokens
 from lf.models.spec import Batch, Ctx, ModelConfig
 from lf.parallel.hetero import Replica, replica
-from lf.plan.encode import Images, StepPlan, step_plan
+from lf.plan.encode import Images, StepPlan, shares, step_plan
 from lf.plan.pipeline import most_held
 from lf.train.config import OptimConfig
 from lf.train.exchange import Exchange
@@ -46,6 +51,32 @@ class Apart:
         """The parameters that are trained."""
         return [param for param in self.encoder.parameters() if param.requires_grad]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All parameters and buffers."""
+        return [*self.encoder.parameters(), *self.encoder.buffers()]
+
+    @torch.no_grad()
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Gives later stages the tensors of the first one. Every rank calls it."""
+        if self.ctx.layout.pp == 1:
+            return
+        works = [dist.broadcast(each.data, group=self.ctx.groups.pp, group_src=0, async_op=True) for each in tensors]
+        for work in works:
+            work.wait()
+
+    @property
+    def ahead(self) -> Callable[[list[Batch]], list[Batch]] | None:
+        """What gives micro-batches the `states` of this rank's images, for a thread; None where the tower is trained.
+
+        None too where ranks encode together: their messages are those of one thread.
+        """
+        if not self.encoder.fixed or self.replica.share is not None:
+            return None
+        device = self.ctx.device.torch_type
+        beside = contextlib.nullcontext() if device == "cpu" else torch.Stream(device=device)
+        return functools.partial(_encode_ahead, self, beside)
+
 
 def apart(cfg: ModelConfig, chunks: Sequence[Any], optim: OptimConfig, ctx: Ctx, *, recompute: bool) -> Apart:
     """Returns what encodes images on this rank; `chunks` are those of its model. Every rank of the world calls it."""
@@ -56,28 +87,59 @@ def apart(cfg: ModelConfig, chunks: Sequence[Any], optim: OptimConfig, ctx: Ctx,
         encoder = build_encoder(cfg, ctx)
         freeze(encoder.named_parameters(), optim)
     encoder.recompute(recompute)
-    return Apart(
+    made = Apart(
         cfg=cfg,
         encoder=encoder,
         chunk=chunks[0] if first else None,
         replica=replica(ctx.layout, ctx.device.torch_type),
         ctx=ctx,
     )
+    if made.replica.share is not None:
+        set_share(encoder, made.replica.share)
+    made.copy(made.tensors)
+    return made
+
+
+def _encode_ahead(apart: Apart, beside: Any, micro: list[Batch]) -> list[Batch]:
+    """Returns the micro-batches of a step, the first with the `states` of this rank's images of all of them.
+
+    The device computes them beside what other threads give it.
+    """
+    costs = [[media_flops(apart.cfg, item) for item in batch["media"]] for batch in micro]
+    own = shares(costs, apart.replica.size)[apart.replica.rank]
+    with torch.no_grad(), beside:
+        states = _states(apart, micro, own)
+    if isinstance(beside, torch.Stream):
+        # Whoever has them need not wait, and has read them when its step ends, before their memory is used again.
+        beside.synchronize()
+    return [{**micro[0], "states": states}, *micro[1:]]
+
+
+def _states(apart: Apart, micro: Sequence[Batch], own: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    parts = [micro[0]["patches"][:0]]
+    for batch, mine in zip(micro, own, strict=True):
+        split = batch["patches"].split([item.patches for item in batch["media"]]) if batch["media"] else ()
+        parts += [split[i] for i in mine]
+    media, _ = own_media(apart.cfg, micro, own)
+    made: tuple[Tensor, ...] = apart.encoder.states(torch.cat(parts).to(apart.ctx.device.torch_type), media)
+    return made
 
 
 def begin(apart: Apart, micro: Sequence[Batch], *, train: bool) -> Exchange:
-    """Encodes this rank's images of a pass, and sends their features off."""
+    """Encodes this rank's images of a pass, as far as that is not done, and sends their features off."""
     layout = apart.ctx.layout
-    _same_weights(apart)
+    _copy_trained(apart)
     plan = plan_of(apart, micro)
     first = (1.0, *(0.0,) * (layout.vpp - 1))
     depth = most_held(0, layout.pp, len(micro), first)[0]
     taken = [len(batch["places"][apart.replica.rank][0]) if layout.pp_rank == 0 else 0 for batch in micro]
     exchange = Exchange(plan, apart.replica, taken, depth)
-    patches, media, at = own_images(apart.cfg, micro, plan.encodes[apart.replica.rank])
+    own = plan.encodes[apart.replica.rank]
+    media, at = own_media(apart.cfg, micro, own)
     grows = train and bool(apart.trained)
     with torch.set_grad_enabled(grows):
-        exchange.start(apart.encoder(patches.to(apart.ctx.device.torch_type), media), at, backward=grows)
+        states = micro[0]["states"] if "states" in micro[0] else _states(apart, micro, own)
+        exchange.start(apart.encoder(states, media), at, backward=grows)
     return exchange
 
 
@@ -94,23 +156,20 @@ def plan_of(apart: Apart, micro: Sequence[Batch]) -> StepPlan:
     ]
     # Without sequence parallelism tensor parallel ranks take the same features, and each has their whole gradients.
     returns = [layout.sp or rank % layout.tp == 0 for rank in range(layout.cp * layout.tp)]
-    return step_plan(images, apart.replica.size, returns)
+    return step_plan(images, apart.replica.size, returns, layout.apart)
 
 
-def own_images(
+def own_media(
     cfg: ModelConfig, micro: Sequence[Batch], own: Sequence[Sequence[int]]
-) -> tuple[Tensor, list[Media], dict[int, slice]]:
-    """Returns the patches and media of a rank's images, and where the features of each micro-batch will be."""
-    patches: list[Tensor] = []
+) -> tuple[list[Media], dict[int, slice]]:
+    """Returns the media of a rank, and where the features of each micro-batch will be."""
     media: list[Media] = []
     at, made = {}, 0
     for number, (batch, mine) in enumerate(zip(micro, own, strict=True)):
-        parts = batch["patches"].split([item.patches for item in batch["media"]]) if batch["media"] else ()
-        patches += [parts[i] for i in mine]
         media += [batch["media"][i] for i in mine]
         start, made = made, made + sum(media_tokens(cfg, batch["media"][i]) for i in mine)
         at[number] = slice(start, made)
-    return torch.cat((micro[0]["patches"][:0], *patches)), media, at
+    return media, at
 
 
 def features(exchange: Exchange, batch: Batch, number: int, place: int) -> Batch:
@@ -152,15 +211,10 @@ def _add(apart: Apart, trained: Sequence[nn.Parameter], grads: Sequence[Tensor |
 
 
 @torch.no_grad()
-def _same_weights(apart: Apart) -> None:
-    """Gives later stages the weights of the first one."""
+def _copy_trained(apart: Apart) -> None:
+    """Gives later stages the weights that the last step has changed."""
     chunk = apart.chunk
     if chunk is not None and chunk.ddp_config.overlap_param_gather:
         for param in apart.trained:
             chunk.param_to_bucket_group[param].finish_param_sync()
-    if apart.ctx.layout.pp == 1:
-        return
-    tensors = itertools.chain(apart.encoder.parameters(), apart.encoder.buffers())
-    works = [dist.broadcast(each.data, group=apart.ctx.groups.pp, group_src=0, async_op=True) for each in tensors]
-    for work in works:
-        work.wait()
+    apart.copy(apart.trained)

@@ -190,8 +190,27 @@ def _ahead(job: Job) -> Iterator[Iterator[Fetched[_Made]]]:
             return _Made(batches=_collated(job, dealt.micro, like), idle=dealt.idle)
 
         steps = range(job.engine.state.step + 1, run.steps + 1)
-        with prefetch(make, steps, leave=functools.partial(leave, comm) if apart else None) as feed:
+        with (
+            prefetch(make, steps, leave=functools.partial(leave, comm) if apart else None) as read,
+            _beside(job, read, steps, apart) as feed,
+        ):
             yield feed
+
+
+def _beside(
+    job: Job, read: Iterator[Fetched[_Made]], steps: range, apart: bool
+) -> contextlib.AbstractContextManager[Iterator[Fetched[_Made]]]:
+    """Gives the steps of a feed with what the engine does ahead, of one step beside the one that runs."""
+    ahead = job.engine.ahead
+    if ahead is None:
+        return contextlib.nullcontext(read)
+
+    def make(step: int) -> _Made:
+        made = next(read).value
+        return attrs.evolve(made, batches=ahead(made.batches))
+
+    # What is read may wait for other ranks, and so may this.
+    return prefetch(make, steps, depth=1, leave=(lambda: None) if apart else None)
 
 
 def train(job: Job) -> Ended:

@@ -66,14 +66,16 @@ def megatron_engine(run: Run, cfg: ModelConfig, ctx: Ctx, published: Published |
         optimizer = distributed_optimizer(make, param_groups(named, run.optim), chunks, ctx)
     state = TrainState(chunks=tuple(chunks), optimizer=optimizer)
     _set_weights(cfg, run.seed, state, ctx, published)
-    mechanics = megatron_mechanics(run.seed, cfg, ctx, _images_apart(run, cfg, chunks, ctx))
+    apart = _images_apart(run, cfg, chunks, ctx)
+    mechanics = megatron_mechanics(run.seed, cfg, ctx, apart)
     return Engine(
         state=state,
         step=train_step(run, cfg, mechanics),
         evaluate=evaluation(cfg, mechanics),
         pieces=lambda state: _pieces(state, ctx),
-        restore=lambda state, reader: _restore(state, reader, ctx),
+        restore=lambda state, reader: _restore(state, reader, ctx, apart),
         weights=lambda state: _weights(state, ctx),
+        ahead=None if apart is None else apart.ahead,
     )
 
 
@@ -96,9 +98,10 @@ def _freeze(models: list[nn.Module], optim: OptimConfig, ctx: Ctx) -> None:
         freeze(pairs, optim)
     idle = any(not any(param.requires_grad for _, param in pairs) for pairs in own)
     if stages := sorted(over_ranks({str(ctx.layout.pp_rank): True} if idle else {})):
+        at = "parallel.text" if ctx.layout.apart else "parallel"
         raise ValueError(
             f"optim.freeze = {optim.freeze} leaves nothing to train on pipeline stage {', '.join(stages)}; lower "
-            "parallel.pp or vpp, or narrow it"
+            f"{at}.pp or vpp, or narrow it"
         )
 
 
@@ -239,7 +242,8 @@ def _around(state: TrainState, work: Pass, forward_step: Any, apart: "Apart") ->
         decoupled.end(apart, exchange)
         _finalize(*args, **kwargs)
 
-    text = [{name: value for name, value in batch.items() if name != "patches"} for batch in work.micro]
+    images = ("patches", "states")
+    text = [{name: value for name, value in batch.items() if name not in images} for batch in work.micro]
     done = _schedule(state, attrs.evolve(work, micro=tuple(text)), step, apart.ctx, finalize)
     exchange.finish()
     return done
@@ -377,7 +381,7 @@ def _pieces(state: TrainState, ctx: Ctx) -> Iterator[Piece]:
                 yield box_piece(key(kind, placed.name), kept)
 
 
-def _restore(state: TrainState, reader: Reader, ctx: Ctx) -> None:
+def _restore(state: TrainState, reader: Reader, ctx: Ctx, apart: "Apart | None") -> None:
     optimizer = state.optimizer.optimizer
     if reader.step:
         start_state(optimizer)
@@ -403,6 +407,8 @@ def _restore(state: TrainState, reader: Reader, ctx: Ctx) -> None:
             restore_state(optimizer, tensor, read)
 
     together(distributed(), fill, lambda _: None, CheckpointError)
+    if apart is not None:
+        apart.copy(apart.tensors)
     state.optimizer._copy_main_params_to_model_params()
     for chunk in state.chunks:
         chunk.start_param_sync(force_sync=True)

@@ -16,7 +16,7 @@ from lf.config import to_json
 from lf.data.config import DataConfig, HfTokenizer, TokenizerConfig
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.normalise import Normalisers
-from lf.data.source import DataCtx, Rows, acting_of, normalisers_of, open_data, robot_names
+from lf.data.source import DataCtx, Row, Rows, acting_of, normalisers_of, open_data, robot_names
 from lf.data.split import check_split
 from lf.data.tokenizer import open_tokenizer
 from lf.devices.detect import require
@@ -47,6 +47,7 @@ from lf.models.spec import (
 )
 from lf.models.weights import WeightMap
 from lf.parallel.config import Hetero, megatron_part, resolve
+from lf.train.chats import chat_files
 from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
@@ -156,7 +157,7 @@ def open_job(
     check_same_run(run, folder, reader, say)
     start = open_start(run.init, run.model) if reader is None else from_checkpoint(folder, reader)
     layout = check_run(run, start.model, device, comm.world)
-    inputs = _open_inputs(run, folder, reader, start.model, layout)
+    inputs = _open_inputs(run, folder, reader, start, layout)
     whole = attrs.evolve(run, model=start.model)
     meta = _meta(whole, inputs)
     if reader is not None:
@@ -288,8 +289,8 @@ class _Inputs:
         return {} if self.tokenizer is None else {"sha256": self.tokenizer.fingerprint, "eos": self.tokenizer.eos}
 
 
-def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConfig, layout: Layout) -> _Inputs:
-    tokenizer = _tokenizer(run, folder, reader)
+def _open_inputs(run: Run, folder: Path, reader: Reader | None, start: Start, layout: Layout) -> _Inputs:
+    model, tokenizer = start.model, _tokenizer(run, folder, reader)
     check_split(run.data, run.eval.data)
     rows = _open(run.data, "data", run.seed, model, tokenizer, training=True)
     check_layout(model, layout, rows.describe().get("length", 1))
@@ -298,6 +299,9 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, model: ModelConf
     eval_rows = None
     if run.eval.data is not None:
         eval_rows = _open(run.eval.data, "eval.data", 0, model, tokenizer, norms, training=False)
+    if tokenizer is not None:
+        files = {**tokenizer.files, **chat_files(model, start.source, run.data, tokenizer)}
+        tokenizer = attrs.evolve(tokenizer, files=files)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
 
@@ -389,11 +393,19 @@ def _open(
     try:
         check_model(model, facts)
         # What a model refuses in every row is found here, and not by the thread that fetches the first step.
-        first = rows.row(0, 0)
-        collate(model, [first], first)
+        _check_row(model, rows.row(0, 0), f"{path} = {type_name(data)}")
     except ValueError as error:
         raise ValueError(f"{path} ({names}): {error}" if names else str(error)) from error
     return rows
+
+
+def _check_row(model: ModelConfig, row: Row, where: str) -> None:
+    try:
+        collate(model, [row], row)
+    except KeyError as error:
+        raise ValueError(
+            f"{where}: its rows have no {error}, which {type_name(model)} reads; give data of the model's kind"
+        ) from error
 
 
 def _engine(

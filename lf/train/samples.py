@@ -5,7 +5,7 @@ import html
 import io
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from lf.data.lerobot_commands import Report
 from lf.data.media import Fitted, Pixels, pictures_of
 from lf.data.media_files import pixels_of
 from lf.data.multimodal import ChatRows
+from lf.data.source import MixedRows, Rows
 from lf.train.config import Run
 from lf.train.run import open_reading
 from lf.train.start import open_start
@@ -52,29 +53,44 @@ class ViewSamples:
     out: Path = Path("samples.html")
     """The page to write."""
     samples: tuple[int, ...] = ()
-    """Samples to show, counted from 0 in the order of the files; the first eight by default."""
+    """Samples to show, counted from 0 in the order of the files, of each part of a mixture; the first eight by default.
+    """
     json: bool = False
     """Print one JSON object."""
 
 
 def report(command: Index | ViewSamples, run: Run) -> Report:
     """Does what a command says to the data of a run; raises ValueError or OSError where it cannot be done."""
-    rows, tokenizer = open_chats(run)
+    parts, tokenizer = open_chats(run)
     if isinstance(command, Index):
-        facts = index_facts(rows)
-        return Report(ok=True, text=index_text(facts), facts=facts)
-    samples = command.samples or range(min(_SHOWN, len(rows.lengths)))
-    command.out.write_text(samples_page(rows, tokenizer, samples), encoding="utf-8")
+        found = {where: index_facts(rows) for where, rows in parts.items()}
+        if list(found) == [""]:
+            return Report(ok=True, text=index_text(found[""]), facts=found[""])
+        text = "\n".join(f"{where}: {index_text(facts)}" for where, facts in found.items())
+        return Report(ok=True, text=text, facts={"ok": True, "parts": found})
+    command.out.write_text(samples_page(parts, tokenizer, command.samples), encoding="utf-8")
     return Report(ok=True, text=str(command.out), facts={"ok": True, "file": str(command.out)})
 
 
-def open_chats(run: Run) -> tuple[ChatRows, Tokenizer]:
-    """Returns the rows of a run's chats and its tokenizer, indexing them first; raises ValueError where it has none."""
+def open_chats(run: Run) -> tuple[dict[str, ChatRows], Tokenizer]:
+    """Returns the rows of a run's chats by their place in a mixture, empty for none, and its tokenizer.
+
+    They are indexed first. Raises ValueError where the run has none.
+    """
     model = open_start(run.init, run.model).model
     rows, tokenizer = open_reading(run, model)
-    if not isinstance(rows, ChatRows) or tokenizer is None:
-        raise ValueError(f"data is {type(run.data).__name__}; give a config whose data is ChatData")
-    return rows, tokenizer
+    parts = {where: part for where, part in _parts(rows, "") if isinstance(part, ChatRows)}
+    if not parts or tokenizer is None:
+        raise ValueError(f"data is {type(run.data).__name__} without chats; give a config whose data has ChatData")
+    return parts, tokenizer
+
+
+def _parts(rows: Rows, where: str) -> Iterator[tuple[str, Rows]]:
+    if not isinstance(rows, MixedRows):
+        yield where, rows
+        return
+    for at, part in enumerate(rows.parts):
+        yield from _parts(part, f"{where}.parts[{at}]" if where else f"parts[{at}]")
 
 
 def index_facts(rows: ChatRows) -> dict[str, Any]:
@@ -123,19 +139,25 @@ def _learnt(rows: ChatRows) -> int:
     return sum(int(np.count_nonzero(rows.learnt[first + 1 : first + count])) for first, count in ends)
 
 
-def samples_page(rows: ChatRows, tokenizer: Tokenizer, samples: Sequence[int]) -> str:
-    """Returns an HTML page of samples: what is learnt is green, tokens of images are folded, the pictures beside.
+def samples_page(parts: Mapping[str, ChatRows], tokenizer: Tokenizer, samples: Sequence[int]) -> str:
+    """Returns an HTML page of samples of each part: what is learnt is green, tokens of images are folded.
 
-    Pictures are those that the tower gets. Raises ValueError for a sample that is not there.
+    Pictures stand beside, as the tower gets them. Raises ValueError for a sample that no part has.
     """
-    wrong = [sample for sample in samples if not 0 <= sample < len(rows.lengths)]
+    most = max(len(rows.lengths) for rows in parts.values())
+    wrong = [sample for sample in samples if not 0 <= sample < most]
     if wrong:
-        raise ValueError(f"--samples has {wrong[0]}, and those there are go from 0 to {len(rows.lengths) - 1}")
-    parts = [_section(rows, tokenizer, sample) for sample in samples]
-    return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{_STYLE}</style>{''.join(parts)}\n"
+        raise ValueError(f"--samples has {wrong[0]}, and those there are go from 0 to {most - 1}")
+    shown = [
+        _section(rows, where, tokenizer, sample)
+        for where, rows in parts.items()
+        for sample in samples or range(_SHOWN)
+        if sample < len(rows.lengths)
+    ]
+    return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{_STYLE}</style>{''.join(shown)}\n"
 
 
-def _section(rows: ChatRows, tokenizer: Tokenizer, sample: int) -> str:
+def _section(rows: ChatRows, where: str, tokenizer: Tokenizer, sample: int) -> str:
     first, count = int(rows.starts[sample]), int(rows.lengths[sample])
     ids = rows.tokens[first : first + count].tolist()
     marks = [
@@ -146,7 +168,7 @@ def _section(rows: ChatRows, tokenizer: Tokenizer, sample: int) -> str:
         run = [token for _, token in group]
         shown = html.escape(tokenizer.decode(run) if not name or len(run) == 1 else f"{name} × {len(run)}")
         text.append(f"<{tag}>{shown}</{tag}>" if tag else shown)
-    title = html.escape(f"{sample}: {rows.origin(sample)}, {count} tokens")
+    title = html.escape(f"{where} {sample}: {rows.origin(sample)}, {count} tokens".strip())
     return f"<h2>{title}</h2><section><pre>{''.join(text)}</pre><div>{''.join(_figures(rows, sample))}</div></section>"
 
 

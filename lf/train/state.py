@@ -70,6 +70,9 @@ class Engine:
     """Puts a checkpoint into the state, in place; CheckpointError, on every rank, unless the tensors are the same."""
     weights: Callable[[TrainState], Callable[[str], Tensor]]
     """Returns a function from canonical names to whole tensors; every rank calls it, rank 0 may use it."""
+    ahead: Callable[[list[Batch]], list[Batch]] | None = None
+    """Does for the micro-batches of a later step what no trained weight changes, in a thread beside the step that runs;
+    a step does itself what was not done for it. None where that is nothing."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

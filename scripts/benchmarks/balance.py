@@ -33,8 +33,6 @@ class BalanceBench:
     """Samples of a micro-batch."""
     steps: int = 5
     """Steps, of which the mean is shown."""
-    json: bool = False
-    """Print a JSON line a trace in place of the table."""
 
 
 @attrs.frozen(kw_only=True)
@@ -136,10 +134,10 @@ def compared(args: BalanceBench, trace: str) -> Iterator[Row]:
         yield Row(turns=turns, greedy=level, ours=ours, idle=tuple(one.idle for one in found))  # type: ignore[arg-type]
 
 
-def compare_balance(args: BalanceBench) -> int:
-    """Prints the mean of each trace; returns the exit code."""
-    if not args.json:
-        print(f"{args.ranks} ranks, {args.micro} micro-batches of {args.rows} samples, mean of {args.steps} steps")
+def show_balance(args: BalanceBench, as_json: bool) -> None:
+    """Prints the mean of each trace."""
+    if not as_json:
+        print(f"\n{args.ranks} ranks, {args.micro} micro-batches of {args.rows} samples, mean of {args.steps} steps")
         print(
             f"{'makespan / bound':18}{'turns':>8}{'greedy':>8}{'ours':>8}   idle %{'turns':>7}{'greedy':>8}{'ours':>8}"
         )
@@ -147,9 +145,8 @@ def compare_balance(args: BalanceBench) -> int:
         rows = list(compared(args, trace))
         over = [float(np.mean([getattr(row, name) for row in rows])) for name in ("turns", "greedy", "ours")]
         idle = np.mean([row.idle for row in rows], axis=0).tolist()
-        if args.json:
+        if as_json:
             print(json.dumps({"trace": trace, "over_bound": over, "idle": idle}))
         else:
             text = "".join(f"{value:8.3f}" for value in over)
             print(f"{trace:18}{text}{'':9}{''.join(f'{100 * value:8.1f}' for value in idle)}")
-    return 0

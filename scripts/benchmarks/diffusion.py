@@ -28,7 +28,7 @@ from lf.train.fsdp_step import torch_engine
 from lf.train.optim import make_optimizer, param_groups
 from lf.train.state import Published, initial_value
 from lf.train.step import to_device
-from scripts.benchmarks.layouts import WORLD, measure_run, two_ranks
+from scripts.benchmarks.layouts import measure_run, ranks
 from scripts.benchmarks.pi05 import line
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Step, measure, summarise, timed
 
@@ -213,7 +213,7 @@ def compare_shared(args: DiffusionBench) -> Iterator[tuple[Ratio, float]]:
     """Gives how fast two processes that share the sequence of mixed rows are beside one that has it all."""
     if not args.cp:
         return
-    with two_ranks(max(1, torch.get_num_threads() // WORLD)) as pipes:
+    with ranks(2, max(1, torch.get_num_threads() // 2)) as pipes:
         for kind in args.kinds:
             cfg, grids = model_of(kind, args), mixed(kind, args)
 
@@ -222,7 +222,7 @@ def compare_shared(args: DiffusionBench) -> Iterator[tuple[Ratio, float]]:
                 return [spec.collate(cfg, rows, rows[0])]
 
             for how in args.cp:
-                parallel = lf.MegatronParallel(cp=WORLD, cp_kind=how, micro_batch=len(grids))
+                parallel = lf.MegatronParallel(cp=2, cp_kind=how, micro_batch=len(grids))
                 run = attrs.evolve(bench_run(cfg, len(grids)), parallel=parallel)
                 tokens = sum(map(math.prod, grids)) // len(grids)
                 yield measure_run(run, f"{kind} cp2 {how}", tokens, micro_of, args.pairs, pipes), 0.0

@@ -22,7 +22,6 @@ from scripts.benchmarks.ratios import Ratio, Sizes, check_same, peer_model, summ
 Layout = Literal["dp2", "tp2", "tp2 sp", "pp2", "cp2", "ep2"]
 LAYOUTS: tuple[Layout, ...] = ("dp2", "tp2", "tp2 sp", "pp2", "cp2", "ep2")
 """What is measured. `ep2` has experts in place of the feed-forward layers."""
-WORLD = 2
 
 
 def spread(layout: Layout, rows: int) -> lf.MegatronParallel:
@@ -70,9 +69,9 @@ class Trainer:
         return metrics.loss, metrics.grad_norm, time.process_time() - busy
 
 
-def _serve(pipe: Connection, rank: int, port: int, threads: int) -> None:
+def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int) -> None:
     """Is one rank: builds what it is given a run for, and takes a step for each batch, until the pipe is closed."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(threads)
     trainer: Trainer | None = None
@@ -88,15 +87,15 @@ def _serve(pipe: Connection, rank: int, port: int, threads: int) -> None:
 
 
 @contextlib.contextmanager
-def two_ranks(threads: int) -> Iterator[list[Connection]]:
-    """Gives the pipes to two processes that wait for work."""
+def ranks(world: int, threads: int) -> Iterator[list[Connection]]:
+    """Gives the pipes to processes that wait for work, one for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
-    pairs = [spawn.Pipe() for _ in range(WORLD)]
+    pairs = [spawn.Pipe() for _ in range(world)]
     made = [
-        spawn.Process(target=_serve, args=(theirs, rank, port, threads), daemon=True)
+        spawn.Process(target=_serve, args=(theirs, rank, world, port, threads), daemon=True)
         for rank, (_, theirs) in enumerate(pairs)
     ]
     for process, (_, theirs) in zip(made, pairs, strict=True):
@@ -110,7 +109,8 @@ def two_ranks(threads: int) -> Iterator[list[Connection]]:
             process.join()
 
 
-def _ask(pipes: Sequence[Connection], what: Any) -> list[Any]:
+def ask(pipes: Sequence[Connection], what: Any) -> list[Any]:
+    """Returns what the processes answer to a run, which they build, or to micro-batches, on which they take a step."""
     for pipe in pipes:
         pipe.send(what)
     return [pipe.recv() for pipe in pipes]
@@ -131,12 +131,12 @@ def measure_run(
     `micro_of` gives those of a step by its number. Raises DisagreementError when they disagree about the first step.
     """
     alone = Trainer(attrs.evolve(run, parallel=lf.MegatronParallel(micro_batch=run.parallel.micro_batch)))
-    _ask(pipes, run)
+    ask(pipes, run)
     times: list[tuple[tuple[float, float], ...]] = []
     for seed in range(1 + pairs):
         micro = micro_of(seed)
         started = time.perf_counter()
-        found = _ask(pipes, micro)
+        found = ask(pipes, micro)
         between = time.perf_counter()
         loss, norm, busy = alone.step(micro)
         ended = time.perf_counter()
@@ -150,7 +150,7 @@ def measure_run(
 def compare_layouts(layouts: Sequence[Layout], args: Sizes) -> Iterator[Ratio]:
     """Gives the ratio of each case as it is measured: over 1 says that two processes are faster than one."""
     threads = torch.get_num_threads()
-    with two_ranks(max(1, threads // WORLD)) as pipes, process_group(cpu):
+    with ranks(2, max(1, threads // 2)) as pipes, process_group(cpu):
         for layout in layouts:
             for length in args.lengths:
                 yield measure_layout(layout, length, args, pipes)

@@ -39,14 +39,14 @@ class Megatron(Sizes):
 
 def lf_engine(run: lf.Run) -> tuple[Engine, Ctx]:
     """Returns lf's engine on the Megatron path, and its context; torch.distributed must be up."""
-    from lf.parallel.config import MegatronParallel, resolve
+    from lf.parallel.config import megatron_part, resolve
     from lf.parallel.megatron import make_context
     from lf.train.megatron_step import megatron_engine
 
-    assert isinstance(run.parallel, MegatronParallel)
+    parallel = megatron_part(run.parallel)
+    assert parallel is not None
     assert run.model is not None
-    layout = resolve(run.parallel, dist.get_world_size())
-    ctx = make_context(run.parallel, layout, cpu, torch.float32)
+    ctx = make_context(parallel, resolve(run.parallel, dist.get_world_size()), cpu, torch.float32)
     return megatron_engine(run, run.model, ctx), ctx
 
 
@@ -178,10 +178,10 @@ def one_rank(args: Megatron, unused: list[str]) -> int:
             if comm.rank == 0 and not args.json:
                 threads = f"{torch.get_num_threads()} threads each, {args.tokens} tokens a step and process"
                 print(f"fp32 on a CPU, {world} processes, {threads}, {args.pairs} pairs")
-                head(args)
+                head(args.json)
             for ratio in compare(args):
                 if comm.rank == 0:
-                    show(ratio, args)
+                    show(ratio, args.json)
     except DisagreementError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -202,10 +202,10 @@ def show_layouts(args: Megatron) -> int:
     torch.set_num_threads(args.threads or torch.get_num_threads())
     if not args.json:
         print("layouts of two processes (lf) beside one process (peer) with as many threads as both")
-    head(args)
+    head(args.json)
     try:
         for ratio in compare_layouts(args.layouts, args):
-            show(ratio, args)
+            show(ratio, args.json)
     except DisagreementError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

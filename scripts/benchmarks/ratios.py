@@ -134,14 +134,14 @@ def row(first: str, *rest: object) -> str:
     return f"{first:8}" + "".join(f"{cell!s:>12}" for cell in rest)
 
 
-def head(args: Sizes) -> None:
+def head(as_json: bool) -> None:
     """Prints what stands above the lines of `show`."""
-    if not args.json:
+    if not as_json:
         print(row("model", "length", "rows", "lf tok/s", "peer tok/s", "ratio", "min-max", "cpu ratio"))
 
 
-def show(r: Ratio, args: Sizes) -> None:
+def show(r: Ratio, as_json: bool) -> None:
     """Prints a case."""
     speeds = f"{r.ours:.0f}", f"{r.peer:.0f}", f"{r.ratio:.2f}", f"{r.low:.2f}-{r.high:.2f}"
     line = row(r.model, r.length, r.rows, *speeds, f"{r.cpu_ratio:.2f}")
-    print(json.dumps(attrs.asdict(r)) if args.json else line, flush=True)
+    print(json.dumps(attrs.asdict(r)) if as_json else line, flush=True)

@@ -66,6 +66,7 @@ def paint(args: Media) -> str:
 
     args = _settled(args)
     _check_out(args)
+    _check_flags(args)
     device = detect(args.device)
     starts = [open_saved(folder, "", args.config_file) for folder in (args.folder, args.low) if folder is not None]
     for start in starts:
@@ -75,22 +76,22 @@ def paint(args: Media) -> str:
     row, decode = _asked(args, cfg, device.torch_type)
     models = [load_model(start, local_context(start.model, device)).eval() for start in starts]
     _write(args, sample_row(cfg, models, row, args, device.torch_type), decode)
-    if args.write_pipeline is None:
-        return str(args.out)
-    pairs = zip(starts, models, strict=True)
-    save_pipeline(cast(Path, args.pipeline), args.write_pipeline, dict(zip(_PLACES, pairs, strict=False)))
-    return f"{args.out}\n{args.write_pipeline}"
+    told = [str(args.out)]
+    if args.cache is not None:
+        told.append(f"row {args.row} is {row['id']}: {row['caption']}")
+    if args.write_pipeline is not None:
+        pairs = zip(starts, models, strict=True)
+        save_pipeline(cast(Path, args.pipeline), args.write_pipeline, dict(zip(_PLACES, pairs, strict=False)))
+        told.append(str(args.write_pipeline))
+    return "\n".join(told)
 
 
 def _settled(args: Media) -> Media:
     """Returns the arguments with what a folder that is a whole pipeline says itself."""
-    index = args.folder / "model_index.json"
-    if not index.is_file():
+    if not (args.folder / "model_index.json").is_file():
         return args
-    try:
-        stated = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{index} is no JSON ({error}); fetch the pipeline again") from error
+    stated = _stated(args.folder / "model_index.json")
+    scheduler = _stated(args.folder / "scheduler/scheduler_config.json")
     second = args.folder / "transformer_2"
     return attrs.evolve(
         args,
@@ -98,7 +99,18 @@ def _settled(args: Media) -> Media:
         folder=args.folder / "transformer",
         low=args.low or (second if second.is_dir() else None),
         boundary=args.boundary or float(stated.get("boundary_ratio") or 0.0),
+        shift=args.shift or float(scheduler.get("flow_shift") or 0.0),
     )
+
+
+def _stated(file: Path) -> dict[str, Any]:
+    """Returns what a file of a pipeline says, nothing where it is not there."""
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); fetch the pipeline again") from error
 
 
 def _check_out(args: Media) -> None:
@@ -113,6 +125,30 @@ def _check_out(args: Media) -> None:
         raise ValueError("a prompt is read by a text encoder, and a pipeline is written like one: give --pipeline")
     if bool(args.prompt) == (args.cache is not None):
         raise ValueError("give either --prompt, or --cache with the --row that says caption and size")
+    if args.cache is not None and args.image:
+        raise ValueError("a row of a cache has its own first frame: leave out --image, or give a --prompt")
+    if args.boundary and args.low is None:
+        raise ValueError(f"--boundary {args.boundary} parts the times of two experts: give --low, or leave it out")
+    if args.write_pipeline is not None:
+        _check_target(cast(Path, args.pipeline), args.write_pipeline)
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if not (source / "model_index.json").is_file():
+        raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
+    if target.exists():
+        raise ValueError(f"{target} is there already; give a new folder")
+
+
+def _check_flags(args: Media) -> None:
+    """Raises ValueError for flags that change nothing, and for one expert of a pipeline of two."""
+    if args.cache is not None and (args.size or args.frames > 1):
+        raise ValueError("a row of a cache has its own size and frames: leave out --size and --frames")
+    if args.low is None and args.pipeline is not None and (args.pipeline / "transformer_2").is_dir():
+        raise ValueError(
+            f"{args.pipeline} has two experts, and {args.folder} is one: give the other as --low, perhaps "
+            f"{args.pipeline / 'transformer_2'}, and the --boundary between them"
+        )
 
 
 def _asked(args: Media, cfg: LatentModel, device: str) -> tuple[dict[str, Any], Callable[[Tensor], Any] | None]:
@@ -157,11 +193,17 @@ def _like(picture: Any) -> str:
 def _cached(args: Media, cache: Path) -> dict[str, Any]:
     from lf.data.config import LatentData
     from lf.data.latents import open_latents
+    from lf.train.run import cache_dir
 
-    rows = open_latents(LatentData(path=str(cache)), seed=0, where="--cache")
+    rows = open_latents(LatentData(path=str(cache)), seed=0, cache_dir=cache_dir(), where="--cache")
     if args.row >= len(rows):
         raise ValueError(f"--row {args.row}, and {cache} has {len(rows)} rows; give a smaller one")
-    return rows.row(0, args.row)
+    row = rows.at(args.row)
+    kind, frames = args.out.suffix.lower(), row["latents"].shape[1]
+    if kind != ".safetensors" and (kind == ".mp4") != (frames > 1):
+        shown = "a video; give --out FILE.mp4" if frames > 1 else "a picture; give --out FILE.png"
+        raise ValueError(f"--out {args.out} is {_SUFFIXES[kind]}, and row {args.row} of {cache} is {shown}")
+    return row
 
 
 def _shape(args: Media, vae: Any, size: str) -> tuple[int, int, int, int]:
@@ -205,37 +247,32 @@ def _room(args: Media, cfg: LatentModel, vae: Any, device: str) -> dict[str, Any
 
 def _write(args: Media, latent: Tensor, decode: Callable[[Tensor], Any] | None) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.out.suffix == ".safetensors":
+    kind = args.out.suffix.lower()
+    if kind == ".safetensors":
         from safetensors.torch import save_file
 
         save_file({"latents": latent.contiguous()}, args.out)
         return
     assert decode is not None
     frames = decode(latent)
-    if args.out.suffix == ".mp4":
+    if kind == ".mp4":
         from lf.data.video import write_video
 
         write_video(args.out, list(frames), Fraction(args.fps).limit_denominator(1001), crf=16)
         return
     from PIL import Image
 
-    if len(frames) > 1:
-        raise ValueError(f"the row is a video of {len(frames)} frames; give --out FILE.mp4")
     Image.fromarray(frames[0]).save(args.out)
 
 
 def save_pipeline(source: Path, target: Path, parts: dict[str, tuple[Any, nn.Module]]) -> None:
     """Writes a pipeline whose transformers are the models, and all else that of `source`; whole or not at all.
 
-    `parts` are starts and models by folder name. Raises ValueError where `target` is there already.
+    `parts` are starts and models by folder name.
     """
     from lf.models.spec import named_tensors
     from lf.train.start import export
 
-    if not (source / "model_index.json").is_file():
-        raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
-    if target.exists():
-        raise ValueError(f"{target} is there already; give a new folder")
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, ignore=lambda folder, names: set(parts) if Path(folder) == source else set())

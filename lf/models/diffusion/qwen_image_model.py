@@ -212,3 +212,7 @@ def position_tables(cfg: QwenImage, packing: Packing, device: torch.device) -> t
     made = (rope_table(pictures), packing.lengths), (rope_table(texts), packing.texts)
     image, text = (table[:, slice(*span(sum(lengths), packing.place))] for table, lengths in made)
     return image, text
+
+
+# A config that is read back from JSON imports this file alone, and needs the family's rules.
+import lf.models.diffusion.qwen_image  # noqa: E402, F401

@@ -269,3 +269,7 @@ class WanModel(LatentModule):
             return tokens_TP
         parts = (t.unflatten(-1, (math.prod(self.cfg.patch), -1)) for t in (tokens_TP, condition_TP))
         return torch.cat(tuple(parts), dim=-1).flatten(-2)
+
+
+# A config that is read back from JSON imports this file alone, and needs the family's rules.
+import lf.models.diffusion.wan  # noqa: E402, F401

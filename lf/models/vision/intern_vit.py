@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from attrs.validators import ge, gt
 from torch import Tensor, nn
 
+from lf.models.layers.shared import SharedModule, summed
 from lf.models.media import Grid
 from lf.models.vision.tower import (
     Rms,
@@ -26,9 +27,7 @@ from lf.models.vision.tower import (
     resampled,
     tower_flops,
     tower_of,
-    tower_rules,
 )
-from lf.models.weights import Rule, Same
 
 
 @attrs.frozen(kw_only=True)
@@ -41,12 +40,8 @@ class InternVision(VisionConfig):
     """Layers."""
     mlp: int = attrs.field(default=4096, validator=ge(1))
     """Width inside the MLP."""
-    heads: int = attrs.field(default=16, validator=ge(1))
-    """Heads; divides `width`."""
     image: int = attrs.field(default=448, validator=ge(1))
-    """Pixels of a side of a tile; tiles of other sizes have resampled positions."""
-    patch: int = attrs.field(default=14, validator=ge(1))
-    """Pixels of a side of a patch; divides `image`."""
+    """Pixels of a side of a tile, a multiple of `patch`; tiles of other sizes have resampled positions."""
     norm: Literal["layer", "rms"] = "layer"
     """The norms."""
     eps: float = attrs.field(default=1e-6, validator=gt(0.0))
@@ -57,10 +52,10 @@ class InternVision(VisionConfig):
     """Whether queries and keys are normalised over all heads together."""
 
     def __attrs_post_init__(self) -> None:
-        if self.image % self.patch or self.width % self.heads:
+        super().__attrs_post_init__()
+        if self.image % self.patch:
             raise ValueError(
-                f"vision.image = {self.image} must be a multiple of vision.patch = {self.patch}, and vision.width = "
-                f"{self.width} of vision.heads = {self.heads}; change them"
+                f"vision.image = {self.image} must be a multiple of vision.patch = {self.patch}; change one of them"
             )
 
 
@@ -110,10 +105,10 @@ def _frames(grids: Sequence[Grid]) -> list[tuple[int, int]]:
     return [(h, w) for t, h, w in grids for _ in range(t)]
 
 
-class _Attention(nn.Module):
+class _Attention(SharedModule):
     def __init__(self, cfg: InternVision) -> None:
         super().__init__()
-        self.heads = cfg.heads
+        self.head = cfg.width // cfg.heads
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(cfg.width, cfg.width, cfg.qkv_bias) for _ in range(3))
         self.projection_layer = nn.Linear(cfg.width, cfg.width)
         # Public code has this epsilon here whatever that of the other norms is.
@@ -121,13 +116,21 @@ class _Attention(nn.Module):
 
     def forward(self, x_NW: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns [N, W]."""
-        rows = (self.q_norm(self.q_proj(x_NW)), self.k_norm(self.k_proj(x_NW)), self.v_proj(x_NW))
-        q, k, v = (row.unflatten(-1, (self.heads, -1)) for row in rows)
-        out: Tensor = self.projection_layer(attend(q, k, v, lengths))
-        return out
+        q, k, v = (self.widen(proj, x_NW) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        rows = (self._normed(self.q_norm, q), self._normed(self.k_norm, k), v)
+        q, k, v = (row.unflatten(-1, (-1, self.head)) for row in rows)
+        return self.narrow(self.projection_layer, attend(q, k, v, lengths))
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if self.share is None or not isinstance(norm, Rms):
+            out: Tensor = norm(x)
+            return out
+        rows = x.float()
+        mean = summed(rows.square().sum(-1, keepdim=True), self.share) / len(norm.weight)
+        return (rows * (mean + norm.eps).rsqrt()).to(x.dtype) * self.share.part(norm.weight)
 
 
-class _Mlp(nn.Module):
+class _Mlp(SharedModule):
     def __init__(self, cfg: InternVision) -> None:
         super().__init__()
         self.fc1 = nn.Linear(cfg.width, cfg.mlp)
@@ -135,8 +138,7 @@ class _Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns what a GELU MLP makes of x."""
-        out: Tensor = self.fc2(F.gelu(self.fc1(x)))
-        return out
+        return self.narrow(self.fc2, F.gelu(self.widen(self.fc1, x)))
 
 
 class _Layer(nn.Module):
@@ -183,12 +185,6 @@ class InternTower(TowerModule):
 @build_tower.register
 def _(cfg: InternVision) -> TowerModule:
     return InternTower(cfg)
-
-
-@tower_rules.register
-def _(cfg: InternVision, lf: str, hf: str) -> list[Rule]:
-    with torch.device("meta"):
-        return [Same(lf + name, hf + name) for name, _ in build_tower(cfg).named_parameters()]
 
 
 @tower_flops.register

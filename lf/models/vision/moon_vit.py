@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from attrs.validators import ge
 from torch import Tensor, nn
 
+from lf.models.layers.shared import SharedModule
 from lf.models.media import Grid
 from lf.models.vision.tower import (
     Tower,
     TowerModule,
-    VisionConfig,
+    TurnedConfig,
     attend,
     build_tower,
     frequencies,
@@ -27,36 +28,17 @@ from lf.models.vision.tower import (
     resampled,
     tower_flops,
     tower_of,
-    tower_rules,
 )
-from lf.models.weights import Rule, Same
 
 
 @attrs.frozen(kw_only=True)
-class MoonVision(VisionConfig):
+class MoonVision(TurnedConfig):
     """Sizes of a MoonViT; the defaults are those of Kimi-K2.5."""
 
-    width: int = attrs.field(default=1152, validator=ge(1))
-    """Width of the residual stream."""
-    depth: int = attrs.field(default=27, validator=ge(1))
-    """Layers."""
-    mlp: int = attrs.field(default=4304, validator=ge(1))
-    """Width inside the MLP."""
-    heads: int = attrs.field(default=16, validator=ge(1))
-    """Heads; width / heads is a multiple of 4."""
-    patch: int = attrs.field(default=14, validator=ge(1))
-    """Pixels of a side of a patch."""
     side: int = attrs.field(default=64, validator=ge(1))
     """Rows and columns of the table of positions, which is resampled."""
     frames: int = attrs.field(default=4, validator=ge(1))
     """Most frames of a video."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.width % (4 * self.heads):
-            raise ValueError(
-                f"vision.width = {self.width} must be a multiple of 4 * vision.heads = {4 * self.heads}: rows and "
-                "columns rotate a half of each head, in pairs; change one of them"
-            )
 
 
 @tower_of.register
@@ -100,7 +82,7 @@ class _PatchEmbed(nn.Module):
         self.pos_emb = _Positions(cfg)
 
 
-class _Mlp(nn.Module):
+class _Mlp(SharedModule):
     def __init__(self, cfg: MoonVision) -> None:
         super().__init__()
         self.fc0 = nn.Linear(cfg.width, cfg.mlp)
@@ -108,14 +90,13 @@ class _Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns what a GELU MLP makes of x."""
-        out: Tensor = self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
-        return out
+        return self.narrow(self.fc1, F.gelu(self.widen(self.fc0, x), approximate="tanh"))
 
 
-class _Block(nn.Module):
+class _Block(SharedModule):
     def __init__(self, cfg: MoonVision) -> None:
         super().__init__()
-        self.heads = cfg.heads
+        self.head = cfg.width // cfg.heads
         self.norm0 = nn.LayerNorm(cfg.width, 1e-5)
         self.wqkv = nn.Linear(cfg.width, 3 * cfg.width)
         self.wo = nn.Linear(cfg.width, cfg.width)
@@ -124,8 +105,8 @@ class _Block(nn.Module):
 
     def forward(self, x_NW: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns [N, W]."""
-        q, k, v = self.wqkv(self.norm0(x_NW)).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        x_NW = x_NW + self.wo(attend(_turned(q, angles), _turned(k, angles), v, lengths))
+        q, k, v = self.widen(self.wqkv, self.norm0(x_NW), 3).unflatten(-1, (3, -1, self.head)).unbind(1)
+        x_NW = x_NW + self.narrow(self.wo, attend(_turned(q, angles), _turned(k, angles), v, lengths))
         out: Tensor = x_NW + self.mlp(self.norm1(x_NW))
         return out
 
@@ -169,12 +150,6 @@ class MoonTower(TowerModule):
 @build_tower.register
 def _(cfg: MoonVision) -> TowerModule:
     return MoonTower(cfg)
-
-
-@tower_rules.register
-def _(cfg: MoonVision, lf: str, hf: str) -> list[Rule]:
-    with torch.device("meta"):
-        return [Same(lf + name, hf + name) for name, _ in build_tower(cfg).named_parameters()]
 
 
 @tower_flops.register

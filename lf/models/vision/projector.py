@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from attrs.validators import ge, gt
 from torch import Tensor, nn
 
+from lf.models.layers.shared import SharedModule
 from lf.models.media import Grid, Media
 from lf.models.vision.tower import Rms, Tower, block_order
 
@@ -58,7 +59,7 @@ class Anyres(Projector):
     """Tiles from which on an image's tokens are shrunk to about as many tokens as these have."""
 
 
-class Merger(nn.Module):
+class Merger(SharedModule):
     """One projector."""
 
     def __init__(self, cfg: Projector, width: int, out: int, over: str) -> None:
@@ -74,8 +75,7 @@ class Merger(nn.Module):
         """Returns tokens [M, H] of patches block by block."""
         norm = getattr(self, "norm", nn.Identity())
         x = norm(x_NW).view(-1, self.block) if self.over == "patch" else norm(x_NW.reshape(-1, self.block))
-        out: Tensor = self.fc2(F.gelu(self.fc1(x)))
-        return out
+        return self.narrow(self.fc2, F.gelu(self.widen(self.fc1, x)))
 
 
 class ProjectorModule(Merger):

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from attrs.validators import ge
 from torch import Tensor, nn
 
+from lf.models.layers.shared import SharedModule
 from lf.models.media import Grid
 from lf.models.vision.tower import (
     Rms,
     Tower,
     TowerModule,
-    VisionConfig,
+    TurnedConfig,
     attend,
     build_tower,
     frequencies,
@@ -29,37 +30,18 @@ from lf.models.vision.tower import (
     resampled,
     tower_flops,
     tower_of,
-    tower_rules,
     turned,
 )
-from lf.models.weights import Rule, Same
 
 
 @attrs.frozen(kw_only=True)
-class QwenVision(VisionConfig):
-    """What both towers have; the defaults are those of the published Qwen2.5-VL models."""
+class QwenVision(TurnedConfig):
+    """What both towers have."""
 
-    width: int = attrs.field(default=1280, validator=ge(1))
-    """Width of the residual stream."""
-    depth: int = attrs.field(default=32, validator=ge(1))
-    """Layers."""
-    mlp: int = attrs.field(default=3420, validator=ge(1))
-    """Width inside the MLP."""
-    heads: int = attrs.field(default=16, validator=ge(1))
-    """Heads; width / heads is a multiple of 4."""
-    patch: int = attrs.field(default=14, validator=ge(1))
-    """Pixels of a side of a patch."""
     frames: int = attrs.field(default=2, validator=ge(1))
     """Frames of a patch; an image counts as that many alike."""
     merge: int = attrs.field(default=2, validator=ge(1))
     """Rows and columns of a block of patches."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.width % (4 * self.heads):
-            raise ValueError(
-                f"vision.width = {self.width} must be a multiple of 4 * vision.heads = {4 * self.heads}: rows and "
-                "columns rotate a half of each head, in pairs; change one of them"
-            )
 
     @property
     def numbers(self) -> int:
@@ -71,6 +53,12 @@ class QwenVision(VisionConfig):
 class Qwen25Vision(QwenVision):
     """Qwen2.5-VL's tower: most layers attend within windows; RMSNorm and gated MLPs."""
 
+    width: int = attrs.field(default=1280, validator=ge(1))
+    """Width of the residual stream."""
+    depth: int = attrs.field(default=32, validator=ge(1))
+    """Layers."""
+    mlp: int = attrs.field(default=3420, validator=ge(1))
+    """Width inside the MLP."""
     window: int = attrs.field(default=112, validator=ge(1))
     """Pixels of a side of a window."""
     full: tuple[int, ...] = (7, 15, 23, 31)
@@ -91,12 +79,6 @@ class Qwen25Vision(QwenVision):
 class Qwen3Vision(QwenVision):
     """Qwen3-VL's tower: learnt positions, resampled; features of inner layers go to the decoder too."""
 
-    width: int = attrs.field(default=1152, validator=ge(1))
-    """Width of the residual stream."""
-    depth: int = attrs.field(default=27, validator=ge(1))
-    """Layers."""
-    mlp: int = attrs.field(default=4304, validator=ge(1))
-    """Width inside the MLP."""
     patch: int = attrs.field(default=16, validator=ge(1))
     """Pixels of a side of a patch."""
     side: int = attrs.field(default=48, validator=ge(1))
@@ -120,21 +102,20 @@ def _(cfg: Qwen3Vision) -> Tower:
     return Tower(width=cfg.width, numbers=cfg.numbers, block=cfg.merge, levels=len(cfg.levels), frames="apart")
 
 
-class _Attention(nn.Module):
+class _Attention(SharedModule):
     def __init__(self, cfg: QwenVision) -> None:
         super().__init__()
-        self.heads = cfg.heads
+        self.head = cfg.width // cfg.heads
         self.qkv = nn.Linear(cfg.width, 3 * cfg.width)
         self.proj = nn.Linear(cfg.width, cfg.width)
 
     def forward(self, x_NW: Tensor, angles_NA: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns [N, W]."""
-        q, k, v = self.qkv(x_NW).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        out: Tensor = self.proj(attend(turned(q, angles_NA), turned(k, angles_NA), v, lengths))
-        return out
+        q, k, v = self.widen(self.qkv, x_NW, 3).unflatten(-1, (3, -1, self.head)).unbind(1)
+        return self.narrow(self.proj, attend(turned(q, angles_NA), turned(k, angles_NA), v, lengths))
 
 
-class _Gated(nn.Module):
+class _Gated(SharedModule):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(width, inner)
@@ -143,11 +124,10 @@ class _Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns what SwiGLU makes of x."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.narrow(self.down_proj, F.silu(self.widen(self.gate_proj, x)) * self.widen(self.up_proj, x))
 
 
-class _Plain(nn.Module):
+class _Plain(SharedModule):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.linear_fc1 = nn.Linear(width, inner)
@@ -155,8 +135,7 @@ class _Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns what a GELU MLP makes of x."""
-        out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
-        return out
+        return self.narrow(self.linear_fc2, F.gelu(self.widen(self.linear_fc1, x), approximate="tanh"))
 
 
 class _Block(nn.Module):
@@ -273,12 +252,6 @@ def _(cfg: Qwen25Vision) -> TowerModule:
 @build_tower.register
 def _(cfg: Qwen3Vision) -> TowerModule:
     return Qwen3Tower(cfg)
-
-
-@tower_rules.register
-def _(cfg: QwenVision, lf: str, hf: str) -> list[Rule]:
-    with torch.device("meta"):
-        return [Same(lf + name, hf + name) for name, _ in build_tower(cfg).named_parameters()]
 
 
 @tower_flops.register

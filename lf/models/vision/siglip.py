@@ -9,6 +9,7 @@ import attrs
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lf.models.layers.shared import SharedModule
 from lf.models.media import Grid
 from lf.models.ranges import above, least
 from lf.models.vision.tower import (
@@ -29,27 +30,15 @@ from lf.models.weights import Rule, Same, Stack
 class Siglip(VisionConfig):
     """Sizes of a SigLIP vision tower; the defaults are those of So400m/14 at 224 pixels."""
 
-    width: int = attrs.field(default=1152, validator=least(1))
-    """Width of the residual stream."""
-    depth: int = attrs.field(default=27, validator=least(1))
-    """Layers."""
-    mlp: int = attrs.field(default=4304, validator=least(1))
-    """Width inside the MLP."""
-    heads: int = attrs.field(default=16, validator=least(1))
-    """Heads; divides `width`."""
     image: int = attrs.field(default=224, validator=least(1))
-    """Pixels of a side of an image."""
-    patch: int = attrs.field(default=14, validator=least(1))
-    """Pixels of a side of a patch; what is left of `image` beyond whole patches is not seen."""
+    """Pixels of a side of an image; what is left of it beyond whole patches is not seen."""
     eps: float = attrs.field(default=1e-6, validator=above(0.0))
     """Added to the variance in the norms."""
 
     def __attrs_post_init__(self) -> None:
-        if self.image < self.patch or self.width % self.heads:
-            raise ValueError(
-                f"image = {self.image} must be at least patch = {self.patch}, and width = {self.width} a multiple of "
-                f"heads = {self.heads}; change them"
-            )
+        super().__attrs_post_init__()
+        if self.image < self.patch:
+            raise ValueError(f"vision.image = {self.image} must be at least patch = {self.patch}; change one of them")
 
     @property
     def tokens(self) -> int:
@@ -79,12 +68,12 @@ class PatchEmbedding(nn.Module):
         return patch_rows(self.patch, patches_BSF) + self.position.weight
 
 
-class SiglipLayer(nn.Module):
+class SiglipLayer(SharedModule):
     """One layer: full attention and a GELU MLP, each after its LayerNorm."""
 
     def __init__(self, cfg: Siglip) -> None:
         super().__init__()
-        self.heads = cfg.heads
+        self.head = cfg.width // cfg.heads
         self.norm1 = nn.LayerNorm(cfg.width, cfg.eps)
         self.qkv = nn.Linear(cfg.width, 3 * cfg.width)
         self.out = nn.Linear(cfg.width, cfg.width)
@@ -94,10 +83,10 @@ class SiglipLayer(nn.Module):
 
     def forward(self, x_BSW: Tensor) -> Tensor:
         """Returns [B, S, W]."""
-        heads = self.qkv(self.norm1(x_BSW)).unflatten(-1, (3, self.heads, -1))
+        heads = self.widen(self.qkv, self.norm1(x_BSW), 3).unflatten(-1, (3, -1, self.head))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
-        x_BSW = x_BSW + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x_BSW + self.fc2(F.gelu(self.fc1(self.norm2(x_BSW)), approximate="tanh"))
+        x_BSW = x_BSW + self.narrow(self.out, F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x_BSW + self.narrow(self.fc2, F.gelu(self.widen(self.fc1, self.norm2(x_BSW)), approximate="tanh"))
 
 
 class _Parts(TowerModule):

@@ -18,13 +18,43 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lf.models.media import Grid
+from lf.models.ranges import least
 from lf.models.spec import no_rule
-from lf.models.weights import Rule
+from lf.models.weights import Rule, Same
 
 
 @attrs.frozen(kw_only=True)
 class VisionConfig:
-    """A vision tower: the type says which."""
+    """A vision tower: the type says which; the default sizes are those of SigLIP's So400m/14."""
+
+    width: int = attrs.field(default=1152, validator=least(1))
+    """Width of the residual stream."""
+    depth: int = attrs.field(default=27, validator=least(1))
+    """Layers."""
+    mlp: int = attrs.field(default=4304, validator=least(1))
+    """Width inside the MLP."""
+    heads: int = attrs.field(default=16, validator=least(1))
+    """Heads; divides `width`."""
+    patch: int = attrs.field(default=14, validator=least(1))
+    """Pixels of a side of a patch."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(
+                f"vision.width = {self.width} must be a multiple of vision.heads = {self.heads}; change one of them"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class TurnedConfig(VisionConfig):
+    """A tower whose rows and columns turn a half of each head; width / heads is a multiple of 4."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.width % (4 * self.heads):
+            raise ValueError(
+                f"vision.width = {self.width} must be a multiple of 4 * vision.heads = {4 * self.heads}: rows and "
+                "columns rotate a half of each head, in pairs; change one of them"
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -61,8 +91,9 @@ def build_tower(cfg: VisionConfig) -> "TowerModule":
 
 @functools.singledispatch
 def tower_rules(cfg: VisionConfig, lf: str, hf: str) -> list[Rule]:
-    """Returns the weight table of a tower under the prefix `lf` here and `hf` in transformers."""
-    raise no_rule(tower_rules, cfg)
+    """Returns the weight table of a tower under the prefix `lf` here and `hf` there: by default the same names."""
+    with torch.device("meta"):
+        return [Same(lf + name, hf + name) for name, _ in build_tower(cfg).named_parameters()]
 
 
 @functools.singledispatch

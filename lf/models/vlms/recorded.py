@@ -59,7 +59,7 @@ def _media(
 
 def _tiles(cfg: Vlm, pixels: Tensor, sizes: Tensor | None) -> list[tuple[Media, np.ndarray]]:
     """Returns the media of tiles [..., 3, I, I]: one each, or with `sizes` the first tiles of each row."""
-    patch = cfg.vision.patch  # type: ignore[attr-defined]
+    patch = cfg.vision.patch
     side = pixels.shape[-1] // patch
     grid = (1, side, side)
     if sizes is None:
