@@ -1,6 +1,7 @@
 """Small models of latents with random weights, and what tests ask of them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from lf.models.diffusion.latent import LatentModel, Space, fake_rows
 from lf.models.diffusion.qwen_image import QwenImage, qwen_image_tiny
 from lf.models.diffusion.wan import Wan, wan_tiny
 from lf.models.spec import Batch, Ctx
+from lf.train.start import export
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +32,7 @@ class RandomQwenImage(QwenImage):
 @spec.init_rules.register
 def _(cfg: RandomWan | RandomQwenImage) -> tuple[spec.InitRule, ...]:
     ones = spec.InitRule(pattern="*norm*.weight", kind="ones")
-    return (ones, spec.InitRule(pattern="*", kind="normal", std=0.3))
+    return (ones, spec.InitRule(pattern="*", kind="normal", std=0.15))
 
 
 def random_first(cfg: LatentModel) -> LatentModel:
@@ -48,9 +50,21 @@ def tiny(cfg: LatentModel, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     return model
 
 
+def write_base(cfg: LatentModel, folder: Path) -> None:
+    """Writes a small model as a folder of diffusers."""
+    tensors = spec.named_tensors(tiny(cfg))
+    export(cfg, tensors.__getitem__, folder, source=None, files={}, write=True)
+
+
 def batch_of(cfg: LatentModel, rows: Sequence[dict[str, Any] | None], step: int = 5) -> Batch:
     like = next(row for row in rows if row is not None)
     return spec.draw(cfg, spec.collate(cfg, rows, like), 3, step)
+
+
+def micro_batches(cfg: LatentModel, rows: list[dict[str, Any]], micro_batch: int, layout: spec.Layout) -> list[Batch]:
+    """Returns the micro-batches of one rank: they are dealt to the data parallel ranks in turn."""
+    micro = [spec.collate(cfg, rows[i : i + micro_batch], rows[0]) for i in range(0, len(rows), micro_batch)]
+    return micro[layout.dp_rank :: layout.dp]
 
 
 def loss_of(cfg: LatentModel, model: nn.Module, batch: Batch) -> Tensor:

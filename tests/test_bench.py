@@ -116,6 +116,18 @@ def test_the_script_prints_what_each_layout_costs() -> None:
     assert all(0 < line["low"] <= line["ratio"] <= line["high"] for line in lines)
 
 
+@pytest.mark.full
+def test_context_parallel_diffusion_is_compared_with_one_process() -> None:
+    sizes = "--layers 2 --heads 2 --size 3 4 4 --text 6 --pairs 1 --threads 2"
+    ran = run_script("diffusion", "--json", *sizes.split())
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()][-4:]
+    assert [line["model"] for line in lines] == [
+        f"{kind} cp2 {how}" for kind in ("wan", "qwen_image") for how in ("gather", "ulysses")
+    ]
+    assert all(0 < line["low"] <= line["ratio"] <= line["high"] for line in lines)
+
+
 def first_step(layout: layouts.Layout, alone: bool) -> tuple[float, float, float]:
     run = layouts.run_of(layout, TINY, 4)
     micro = layouts.micro_batches(run, 16, seed=1)

@@ -230,7 +230,7 @@ def test_runs_are_modulated_each_by_its_own(runs: tuple[int, ...]) -> None:
     assert torch.allclose(packed.add_gated(x, branch, shift, runs), x + branch * shift[owner])
 
 
-@pytest.mark.parametrize(("queries", "keys"), [((2, 3, 1), (1, 4, 2)), ((2, 2, 2), (3, 3, 3))])
+@pytest.mark.parametrize(("queries", "keys"), [((2, 3, 1), (1, 4, 2)), ((2, 2, 2), (3, 3, 3)), ((0, 4, 2), (2, 1, 3))])
 def test_samples_attend_to_themselves_alone(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(n), 2, 4, generator=generator) for n in (queries, keys, keys))
@@ -243,9 +243,9 @@ def test_samples_attend_to_themselves_alone(queries: tuple[int, ...], keys: tupl
 
 def test_two_streams_come_apart_again() -> None:
     one, other = torch.arange(5.0)[:, None], -torch.arange(6.0)[:, None]
-    joint = packed.interleave(one, other, (2, 3), (1, 5))
+    joint = packed.interleave((one, other), ((2, 3), (1, 5)))
     assert joint.flatten().tolist() == [0, 1, -0.0, 2, 3, 4, -1, -2, -3, -4, -5]
-    again = packed.separate(joint, (2, 3), (1, 5))
+    again = packed.separate(joint, ((2, 3), (1, 5)))
     assert torch.equal(again[0], one)
     assert torch.equal(again[1], other)
 

@@ -17,7 +17,7 @@ from lf.models.diffusion.wan import wan_tiny
 from lf.models.lora import adapt, weight_of
 from lf.models.peft import DIFFUSERS
 from tests.cases import off
-from tests.latent_tools import FakeLatents, tiny
+from tests.latent_tools import FakeLatents, tiny, write_base
 from tests.test_train import go
 
 LORA = lf.Lora(rank=2, alpha=6.0, targets=("blocks.*attention.q", "blocks.*attention.out", "blocks.*.mlp.*"))
@@ -37,13 +37,6 @@ def run_of(cfg: LatentModel, lora: lf.Lora, folder: Path, kind: str) -> lf.Run:
         parallel=lf.TorchParallel(micro_batch=2),
         save=lf.Save(lora="both"),
     )
-
-
-def write_base(cfg: LatentModel, folder: Path) -> None:
-    from lf.train.start import export
-
-    tensors = spec.named_tensors(tiny(cfg))
-    export(cfg, tensors.__getitem__, folder, source=None, files={}, write=True)
 
 
 def peer(folder: Path) -> nn.Module:

@@ -274,7 +274,7 @@ def test_a_run_that_cannot_be_planned_is_refused() -> None:
         job_of(run_of(DENSE, parallel=lf.TorchParallel()), 1)
     with pytest.raises(ValueError, match=r"nothing to plan; set model, or init"):
         job_of(attrs.evolve(run_of(DENSE), model=None), 1)
-    with pytest.raises(ValueError, match=r"Toy does not train there, so it has no plan"):
+    with pytest.raises(ValueError, match=r"nothing says what lf.models.toy.Toy costs, so it has no plan"):
         job_of(run_of(Toy()), 1)
     with pytest.raises(ValueError, match=r"lf.data.config.DataConfig does not say how long a row is; give --length"):
         job_of(run_of(DENSE, data=DataConfig()), 1)

@@ -14,12 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 import lf
 from lf.devices.cpu import cpu
 from lf.models import spec
+from lf.models.layers.recompute import recompute
 from lf.models.spec import Ctx, ShardSpec, fake_text_batch
 from lf.models.toy import Toy, ToyModel
 from lf.parallel import torch_units
 from lf.parallel.config import resolve
 from lf.parallel.torch_dp import share
-from lf.parallel.torch_units import compile_units, recompute, units, wide_modules, wide_names
+from lf.parallel.torch_units import compile_units, units, wide_modules, wide_names
 from lf.train import checkpoint
 from lf.train.checkpoint import check_all_read, open_checkpoint, save
 from lf.train.convert import export_folder

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -13,12 +12,12 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
 
 from lf.models.decoder import DecoderConfig
 from lf.models.decoder_facts import is_sparse, kv_heads, mtp_depth, query_key_width
 from lf.models.layers.experts import SparseLayer
 from lf.models.layers.media import LevelLayer, LevelSparseLayer
+from lf.models.layers.megatron import config_fields, is_te
 from lf.models.layers.mla import LatentAttention
 from lf.models.layers.norm import HeadsNorm
 from lf.models.layers.rope import latent_scale
@@ -53,36 +52,20 @@ def transformer_config(cfg: DecoderConfig, ctx: Ctx) -> TransformerConfig:
         layernorm_epsilon=cfg.norm.eps,
         attention_dropout=attention.dropout,
         hidden_dropout=0.0,
-        params_dtype=ctx.dtype,
-        pipeline_dtype=ctx.dtype,
-        bf16=ctx.dtype == torch.bfloat16,
-        tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=stage_layout(cfg, layout) if layout.pp > 1 else None,
         # Batched sends to the next and the previous stage meet on one rank when there are two, and gloo mixes them up.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        context_parallel_size=layout.cp,
         cp_comm_type="a2a" if layout.cp_kind == "ulysses" else "all_gather",
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sp,
-        # lf draws weights from (seed, name) and divides by the weight of the global batch itself. megatron-core's
-        # initialisation still runs, because it is what marks the parameters that tensor parallel ranks share.
-        init_method=_keep,
-        output_layer_init_method=_keep,
-        embedding_init_method=_keep,
-        # It is then torch's default device that decides where tensors are made, instead of the current card.
-        use_cpu_initialization=not _is_te(ctx),
-        init_model_with_meta_device=ctx.meta,
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        transformer_impl="transformer_engine" if _is_te(ctx) else "local",
+        **config_fields(ctx),
         **_attention_fields(cfg),
         **_expert_fields(cfg),
         **{name: value for name, value in ctx.options if name != "recompute_modules"},
@@ -150,10 +133,6 @@ def _expert_fields(cfg: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _keep(weight: Tensor) -> Tensor:
-    return weight
-
-
 def stage_layout(cfg: DecoderConfig, layout: Layout) -> list[list[str]]:
     """Returns what each pipeline chunk holds, in megatron-core's words and in the order of the layers."""
     chunks = layout.pp * layout.vpp
@@ -164,13 +143,9 @@ def stage_layout(cfg: DecoderConfig, layout: Layout) -> list[list[str]]:
     return stages
 
 
-def _is_te(ctx: Ctx) -> bool:
-    return bool(ctx.layers.fuse_layernorm_and_linear())
-
-
 def _has_swiglu(mlp: Mlp, ctx: Ctx) -> bool:
     """Returns whether the layer backend brings the activation: lf's own has SwiGLU and nothing else."""
-    return mlp.activation == "silu" and not _is_te(ctx)
+    return mlp.activation == "silu" and not is_te(ctx.layers)
 
 
 def layer_spec(cfg: DecoderConfig, ctx: Ctx, layer: int, levels: int = 0) -> ModuleSpec:
@@ -178,7 +153,7 @@ def layer_spec(cfg: DecoderConfig, ctx: Ctx, layer: int, levels: int = 0) -> Mod
 
     The first `levels` layers add features of images and videos to their output.
     """
-    fused, sparse = _is_te(ctx), is_sparse(cfg, layer)
+    fused, sparse = is_te(ctx.layers), is_sparse(cfg, layer)
     norm = ctx.layers.layer_norm(rms_norm=True, for_qk=False)
     assert isinstance(cfg.mlp, Mlp)
     dense, shared = _mlp_submodules(cfg.mlp, ctx, fused), _mlp_submodules(cfg.mlp, ctx, fused=False)
@@ -238,7 +213,7 @@ def _(attention: Attention, cfg: DecoderConfig, ctx: Ctx) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=_column(ctx, _is_te(ctx)),
+            linear_qkv=_column(ctx, is_te(ctx.layers)),
             core_attention=layers.core_attention(),
             linear_proj=layers.row_parallel_linear(),
             q_layernorm=norm(attention.heads),

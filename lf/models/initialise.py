@@ -15,6 +15,11 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def normal(pattern: str, fan_in: int) -> InitRule:
+    """Returns the rule of matrices that keep the size of what goes through them."""
+    return InitRule(pattern=pattern, kind="normal", std=fan_in**-0.5)
+
+
 def rule_for(cfg: ModelConfig, name: str) -> InitRule:
     """Returns the first rule that matches a canonical name; raises ValueError where none does."""
     for rule in init_rules(cfg):

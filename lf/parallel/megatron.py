@@ -90,7 +90,7 @@ def distributed_optimizer(
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     # megatron keeps the groups it is given and puts its shards into them.
-    given = [{**group, "params": list(group["params"])} for group in groups]
+    given = [part for group in groups for part in _by_type(group)]
     config = OptimizerConfig(
         use_distributed_optimizer=True,
         bf16=ctx.dtype == torch.bfloat16,
@@ -115,6 +115,14 @@ def distributed_optimizer(
     optimizer.grad_stats_parallel_group = ctx.groups.intra_dist_opt
     optimizer.tp_group = ctx.groups.tp
     return optimizer
+
+
+def _by_type(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a parameter group in groups of one type each: megatron-core loses the order of one that has two."""
+    pairs = list(zip(group["params"], group["names"], strict=True))
+    kinds = dict.fromkeys(param.dtype for param, _ in pairs)
+    split = [[pair for pair in pairs if pair[0].dtype == kind] for kind in kinds]
+    return [{**group, "params": [param for param, _ in own], "names": [name for _, name in own]} for own in split]
 
 
 def _buffers(chunk: Any) -> list[Any]:

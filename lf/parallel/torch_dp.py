@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lf.models.layers.recompute import recompute
 from lf.models.spec import Ctx, ModelConfig, Part, Placed, build_model, shard_spec, type_name
 from lf.parallel.config import TorchParallel
-from lf.parallel.torch_units import Say, compile_units, recompute, units, wide_modules, wide_names
+from lf.parallel.torch_units import Say, compile_units, units, wide_modules, wide_names
 
 BUCKET = 2**23
 """Gradients that are sent at once, where ranks keep whole parameters."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lf.models.spec import ModelConfig, ShardSpec, type_name
 
@@ -80,19 +79,6 @@ def wide_modules(model: nn.Module, cfg: ModelConfig, wide: frozenset[str]) -> di
 
     visit(model, "")
     return found
-
-
-def recompute(module: nn.Module) -> None:
-    """Makes the backward of a module compute its activations again instead of keeping them; no number changes."""
-    inner = module.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-
-    module.forward = forward
 
 
 def compile_units(modules: Sequence[nn.Module], device: str, say: Say) -> None:

@@ -17,7 +17,18 @@ from lf.models import weights
 from lf.models.hf_folder import open_folder
 from lf.models.layouts import fitted_to
 from lf.models.recorded import recorded_rows
-from lf.models.spec import Batch, Ctx, ModelConfig, collate, forward, slice_batch, weight_map
+from lf.models.spec import (
+    Batch,
+    Ctx,
+    ModelConfig,
+    collate,
+    forward,
+    golden,
+    has_rule,
+    slice_batch,
+    type_name,
+    weight_map,
+)
 from lf.parallel.config import MegatronParallel
 from lf.parallel.groups import megatron_globals
 from lf.parallel.megatron import owned_range, placements
@@ -33,9 +44,11 @@ from lf.train.step import Pass
 def compare_layout(folder: Path, parallel: MegatronParallel, ctx: Ctx) -> Parity:
     """Returns how far a model in a layout is from a golden folder; every rank calls it and gets the same answer.
 
-    Raises ValueError for an unknown family.
+    Raises ValueError for an unknown family, and for one whose recordings are no rows of text.
     """
     start = open_start(str(folder), None)
+    if has_rule(golden, start.model):
+        raise ValueError(f"{type_name(start.model)} is compared in one process alone; leave out --tp, --pp and --ep")
     run = Run(model=start.model, data=DataConfig(), optim=Sgd(lr=1.0, clip=0.0), parallel=parallel)
     engine = megatron_engine(run, start.model, ctx, start.published)
     recorded = load_file(folder / "io.safetensors")

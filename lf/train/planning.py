@@ -10,7 +10,7 @@ from lf.data.outline import outline
 from lf.data.source import Rows, has_outlines
 from lf.models import hf
 from lf.models.media import Media, takes_media
-from lf.models.spec import ModelConfig, paths, type_name
+from lf.models.spec import ModelConfig, blocks, has_rule, type_name
 from lf.parallel.config import Hetero, megatron_part
 from lf.plan.estimate import Job
 from lf.train.config import OptimConfig, Run
@@ -40,8 +40,8 @@ def job_of(run: Run, world: int, *, length: int = 0, media: tuple[Media, ...] | 
         if not run.init:
             raise ValueError("model = None and init is empty, so there is nothing to plan; set model, or init=FOLDER")
         model = hf.read_config(Path(run.init).expanduser(), None)
-    if "megatron" not in paths(model):
-        raise ValueError(f"parallel = MegatronParallel: {type_name(model)} does not train there, so it has no plan")
+    if not has_rule(blocks, model):
+        raise ValueError(f"parallel = MegatronParallel: nothing says what {type_name(model)} costs, so it has no plan")
     if not (length or row_length(run.data)):
         raise ValueError(f"data = {type_name(run.data)} does not say how long a row is; give --length TOKENS")
     vision = run.parallel.vision if isinstance(run.parallel, Hetero) else None

@@ -153,7 +153,7 @@ def _read(reader: Reader, averaged: bool, placed: Placed) -> Tensor:
 
 def local_context(model: ModelConfig, device: Device) -> Ctx:
     """Returns the context of a whole model in float32 in this process; torch.distributed must be up."""
-    if "megatron" not in paths(model):
+    if "torch" in paths(model):
         return Ctx(device=device)
     from lf.parallel.megatron import make_context
 

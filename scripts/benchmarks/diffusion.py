@@ -1,5 +1,7 @@
-"""lf's diffusion transformers beside a plain loop of diffusers' own, and packed rows beside padded ones."""
+"""lf's diffusion transformers beside a plain loop of diffusers' own, packed rows beside padded ones, and context
+parallel processes beside one."""
 
+import itertools
 import json
 import math
 import statistics
@@ -26,6 +28,7 @@ from lf.train.fsdp_step import torch_engine
 from lf.train.optim import make_optimizer, param_groups
 from lf.train.state import Published, initial_value
 from lf.train.step import to_device
+from scripts.benchmarks.layouts import measure_run, ranks
 from scripts.benchmarks.pi05 import line
 from scripts.benchmarks.ratios import DisagreementError, Ratio, Step, measure, summarise, timed
 
@@ -37,8 +40,8 @@ class DiffusionBench:
     """Trains equal models in lf and in a plain loop of diffusers' modules, in turn, and compares their speed.
 
     Both sides have the same weights, rows of one size, draws, fp32, SDPA, fused AdamW and clipping. Then lf trains on
-    rows of mixed sizes, packed, in turn with the same rows filled up to the largest one. Exit code 1 when both sides
-    disagree about the first step.
+    rows of mixed sizes, packed, in turn with the same rows filled up to the largest one, and in two processes that
+    share their sequence, in turn with one. Exit code 1 when both sides disagree about the first step.
     """
 
     kinds: tuple[Kind, ...] = ("wan", "qwen_image")
@@ -53,6 +56,8 @@ class DiffusionBench:
     """Rows of a step."""
     text: int = 64
     """Embeddings of a caption."""
+    cp: tuple[Literal["gather", "ulysses"], ...] = ("gather", "ulysses")
+    """Ways of context parallel attention that two processes are measured with, beside one; empty leaves them out."""
     pairs: int = 5
     """Timed pairs of steps."""
     threads: int = 0
@@ -204,6 +209,25 @@ def packed(kind: Kind, cfg: LatentModel, first: Mapping[str, Tensor], args: Diff
     return summarise(times[1:], f"{kind} padded", tokens // len(grids), len(grids)), 1.0 - tokens / full
 
 
+def compare_shared(args: DiffusionBench) -> Iterator[tuple[Ratio, float]]:
+    """Gives how fast two processes that share the sequence of mixed rows are beside one that has it all."""
+    if not args.cp:
+        return
+    with ranks(2, max(1, torch.get_num_threads() // 2)) as pipes:
+        for kind in args.kinds:
+            cfg, grids = model_of(kind, args), mixed(kind, args)
+
+            def micro_of(seed: int, cfg: LatentModel = cfg, grids: list[tuple[int, int, int]] = grids) -> list[Batch]:
+                rows = rows_of(cfg, grids, seed)
+                return [spec.collate(cfg, rows, rows[0])]
+
+            for how in args.cp:
+                parallel = lf.MegatronParallel(cp=2, cp_kind=how, micro_batch=len(grids))
+                run = attrs.evolve(bench_run(cfg, len(grids)), parallel=parallel)
+                tokens = sum(map(math.prod, grids)) // len(grids)
+                yield measure_run(run, f"{kind} cp2 {how}", tokens, micro_of, args.pairs, pipes), 0.0
+
+
 def compare_diffusion(args: DiffusionBench) -> int:
     """Measures, prints, and returns the exit code."""
     if args.threads:
@@ -214,8 +238,9 @@ def compare_diffusion(args: DiffusionBench) -> int:
     ratios = []
     try:
         with process_group(cpu):
-            for found, padding in compare(args):
-                ratios.append(found.ratio)
+            for found, padding in itertools.chain(compare(args), compare_shared(args)):
+                # Two processes on one machine are another question.
+                ratios += [] if found.model.endswith(("gather", "ulysses")) else [found.ratio]
                 times = (f"{1e3 * found.rows * found.length / speed:.0f}" for speed in (found.ours, found.peer))
                 told = (f"{found.ratio:.2f}", f"{found.low:.2f}-{found.high:.2f}", f"{found.cpu_ratio:.2f}")
                 row = line((f"{found.model:22}", found.length, found.rows, *times, *told, f"{padding:.0%}"))

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -117,27 +117,34 @@ def ask(pipes: Sequence[Connection], what: Any) -> list[Any]:
 
 
 def measure_layout(layout: Layout, length: int, args: Sizes, pipes: Sequence[Connection]) -> Ratio:
-    """Returns how fast a layout is beside this process alone; the two take turns on equal micro-batches.
-
-    Raises DisagreementError when they disagree about the first step.
-    """
+    """Returns how fast a layout is beside this process alone. Raises as `measure_run` does."""
     rows = max(2, args.tokens // length // 2 * 2)
     run = run_of(layout, args, rows)
+    return measure_run(run, layout, length, lambda seed: micro_batches(run, length, seed), args.pairs, pipes)
+
+
+def measure_run(
+    run: lf.Run, case: str, length: int, micro_of: Callable[[int], list[Batch]], pairs: int, pipes: Sequence[Connection]
+) -> Ratio:
+    """Returns how fast the layout of a run is beside this process alone; the two take turns on equal micro-batches.
+
+    `micro_of` gives those of a step by its number. Raises DisagreementError when they disagree about the first step.
+    """
     alone = Trainer(attrs.evolve(run, parallel=lf.MegatronParallel(micro_batch=run.parallel.micro_batch)))
     ask(pipes, run)
-    pairs: list[tuple[tuple[float, float], ...]] = []
-    for seed in range(1 + args.pairs):
-        micro = micro_batches(run, length, seed)
+    times: list[tuple[tuple[float, float], ...]] = []
+    for seed in range(1 + pairs):
+        micro = micro_of(seed)
         started = time.perf_counter()
         found = ask(pipes, micro)
         between = time.perf_counter()
         loss, norm, busy = alone.step(micro)
         ended = time.perf_counter()
         if not seed:  # For comparison and warming up.
-            check_same(found[0][:2], (loss, norm), f"{layout} at {length}")
+            check_same(found[0][:2], (loss, norm), f"{case} at {length}")
             continue
-        pairs.append(((between - started, sum(each[2] for each in found)), (ended - between, busy)))
-    return summarise(pairs, layout, length, rows)
+        times.append(((between - started, sum(each[2] for each in found)), (ended - between, busy)))
+    return summarise(times, case, length, run.batch)
 
 
 def compare_layouts(layouts: Sequence[Layout], args: Sizes) -> Iterator[Ratio]:

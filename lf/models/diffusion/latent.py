@@ -17,8 +17,9 @@ A row of data, whatever its size, has
 and a batch packs them without padding: `latents` [T, P*C] with the tokens of every latent and reference, `noised` [T]
 (which of them the loss is about), `text` [K, D], `condition`, `image` and `empty` where there are some (with the
 lengths `empties`), the `packing` that says where samples begin, `clean` (which runs of tokens have time 0), `real`
-(which samples count), `ids`, and `count`, its tokens. `draw` adds `noise` [T, P*C], `sigma` [T, 1] (each token's share
-of noise), `time` [R] (each run's) and `weight` [T], and gives the samples whose captions are dropped the empty one.
+(which samples count), `samples` (how many do), `ids`, and `count`, its tokens. `draw` adds `noise` [T, P*C], `sigma`
+[T, 1] (each token's share of noise), `time` [R] (each run's) and `weight` [T], and gives the samples whose captions are
+dropped the empty one.
 
 Shapes: T tokens, P patch size, C channels, F frames, Y rows, X columns, K text tokens, R runs of tokens of one time.
 """
@@ -30,6 +31,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from lf.models import spec
@@ -74,10 +76,23 @@ class Space:
 class LatentModel(spec.ModelConfig):
     """A model that makes latents from noise; subclasses say which."""
 
+    layers: int = attrs.field(validator=ge(1))
+    """Blocks."""
+    heads: int = attrs.field(validator=ge(1))
+    """Heads."""
+    head_dim: int = attrs.field(default=128, validator=ge(6))
+    """Width of a head; even. The width of the model is `heads * head_dim`."""
+    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    """Added to the variance in the norms."""
     flow: Flow = Flow()
     """How it is trained to denoise."""
     sampling: Sampling = Sampling()
     """How samples are made."""
+
+    @property
+    def width(self) -> int:
+        """Width of the model."""
+        return self.heads * self.head_dim
 
     @property
     def space(self) -> Space:
@@ -104,7 +119,7 @@ def _(cfg: LatentModel, batch: spec.Batch, seed: int, step: int) -> spec.Batch:
 @spec.loss_weights.register
 def _(cfg: LatentModel, batch: spec.Batch) -> dict[str, Tensor]:
     """Every sample counts alike, however large it is."""
-    return {"flow": torch.tensor(float(sum(batch["real"])))}
+    return {"flow": torch.tensor(batch["samples"])}
 
 
 @spec.loss_terms.register
@@ -182,6 +197,7 @@ def latent_batch(space: Space, rows: Sequence[Mapping[str, Any] | None]) -> spec
         ),
         "clean": tuple(clean for row in made for _, clean in row["runs"]),
         "real": tuple(row is not None for row in rows),
+        "samples": float(sum(row is not None for row in rows)),
         "ids": tuple("padding" if row is None else row["id"] for row in rows),
         "count": sum(len(one["latents"]) for one, row in zip(made, rows, strict=True) if row is not None),
     }
@@ -448,3 +464,8 @@ def fake_rows(space: Space, count: int, seed: int, tokens: int = 0) -> list[dict
             row["references"] = [floats(space.channels, a, (2 + j) * b, 2 * d) for j in range(i % 3)]
         rows.append(row)
     return rows
+
+
+@spec.fake_batch.register
+def _(cfg: LatentModel, rows: int, length: int, seed: int) -> spec.Batch:
+    return spec.draw(cfg, latent_batch(cfg.space, fake_rows(cfg.space, rows, seed, length)), seed, 0)

@@ -4,6 +4,7 @@ Shapes: T tokens of a micro-batch, C channels, F frames, Y rows and X columns of
 of patches, P numbers of a patch and channel, N heads, D head width, W width, R runs of tokens of one time, K keys.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from torch.autograd.function import once_differentiable
 
 Grid = tuple[int, int, int]
 """Patches of a latent along frames, rows and columns."""
+
+Place = tuple[int, int]
+"""A rank's number, from 0, among so many that each have an equal slice of a sequence."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +34,8 @@ class Packing:
     """Embeddings of each sample's image, for models that read some."""
     runs: tuple[tuple[int, ...], ...]
     """Tokens of each run of one time, of each sample."""
+    place: Place = (0, 1)
+    """Which slice of the tokens the batch has; all else is that of the whole sequence."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -49,6 +55,24 @@ class Packing:
             starts.append(at)
             at += len(runs)
         return tuple(starts)
+
+
+def span(total: int, place: Place) -> tuple[int, int]:
+    """Returns first and last token of a rank's slice of a sequence, whose length its ranks divide."""
+    size = total // place[1]
+    return place[0] * size, (place[0] + 1) * size
+
+
+def held(lengths: tuple[int, ...], place: Place) -> tuple[int, ...]:
+    """Returns how many tokens of each part of a sequence are in a rank's slice of it, 0 where it has none."""
+    first, last = span(sum(lengths), place)
+    ends = list(itertools.accumulate(lengths))
+    return tuple(max(0, min(last, end) - max(first, end - n)) for n, end in zip(lengths, ends, strict=True))
+
+
+def slice_of(x: Tensor, place: Place) -> Tensor:
+    """Returns a rank's slice of a sequence."""
+    return x[slice(*span(len(x), place))]
 
 
 def patchify(latent_CFYX: Tensor, patch: Grid, channels_first: bool) -> Tensor:
@@ -133,28 +157,35 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q_TND: Tensor, k_KND: Tensor, v_KND: Tensor, queries: tuple[int, ...], keys: tuple[int, ...]) -> Tensor:
     """Returns the attention [T, N * D] of each sample's queries to all of its own keys.
 
-    Samples of one size go in one call. No call has a mask, so every device takes its fused attention.
+    Samples of one size go in one call. No call has a mask, so every device takes its fused attention. A sample may have
+    no queries.
     """
     if len(set(queries)) == 1 and len(set(keys)) == 1:
         q, k, v = (t.unflatten(0, (len(queries), -1)).transpose(1, 2) for t in (q_TND, k_KND, v_KND))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
     out = []
     for part in zip(q_TND.split(queries), k_KND.split(keys), v_KND.split(keys), strict=True):
+        if not len(part[0]):
+            continue
         q, k, v = (t.transpose(0, 1)[None] for t in part)
         out.append(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
     return torch.cat(out)
 
 
-def interleave(one: Tensor, other: Tensor, lengths: tuple[int, ...], others: tuple[int, ...]) -> Tensor:
-    """Returns two packed sequences as one: of each sample first the part of `one`, then that of `other`."""
-    pairs = zip(one.split(lengths), other.split(others), strict=True)
-    return torch.cat([part for pair in pairs for part in pair])
+def interleave(streams: Sequence[Tensor], lengths: Sequence[tuple[int, ...]]) -> Tensor:
+    """Returns packed sequences as one: of each sample first the part of the first one, then that of the next."""
+    if len(streams) == 1:
+        return streams[0]
+    parts = zip(*(stream.split(own) for stream, own in zip(streams, lengths, strict=True)), strict=True)
+    return torch.cat([part for sample in parts for part in sample])
 
 
-def separate(joint: Tensor, lengths: tuple[int, ...], others: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Returns the two sequences that `interleave` was given."""
-    parts = joint.split([n for pair in zip(lengths, others, strict=True) for n in pair])
-    return torch.cat(parts[::2]), torch.cat(parts[1::2])
+def separate(joint: Tensor, lengths: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Returns the sequences that `interleave` was given."""
+    if len(lengths) == 1:
+        return (joint,)
+    parts = joint.split([n for sample in zip(*lengths, strict=True) for n in sample])
+    return tuple(torch.cat(parts[i :: len(lengths)]) for i in range(len(lengths)))
 
 
 def modulate(x_TW: Tensor, shift_RW: Tensor, scale_RW: Tensor, runs: tuple[int, ...]) -> Tensor:

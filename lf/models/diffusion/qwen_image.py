@@ -1,9 +1,9 @@
 """Qwen-Image and Qwen-Image-Edit as a family: what lf asks of it, config.json, its weight table, the published models.
 
-The modules are in `qwen_image_model.py`, the row that data must give in `latent.py`.
+The modules are in `qwen_image_model.py`, the row that data must give in `latent.py`, and what all models of latents
+share in `family.py`.
 """
 
-import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lf.models import spec
-from lf.models.diffusion import latent
+from lf.models.diffusion.family import Family, family_of
+from lf.models.diffusion.latent import row_sizes
 from lf.models.diffusion.packed import Grid, Packing
 from lf.models.diffusion.qwen_image_model import SINUSOIDS, QwenImageModel
 from lf.models.diffusion.qwen_image_model import QwenImage as QwenImage
+from lf.models.initialise import normal
 from lf.models.llm.fields import flag, whole
 from lf.models.weights import Rule, Same, WeightMap
 from lf.models.work import RowWork, row_work
@@ -38,38 +40,20 @@ _OURS = {
 
 
 def unused(cfg: QwenImage) -> tuple[str, ...]:
-    """Returns the tensors that no output depends on: the text's queries, output and network of the last block.
-
-    Published checkpoints hold them, so the model does; they are never trained and no rank waits for their gradients.
-    """
+    """Returns the tensors that no output depends on: the text's queries, output and network of the last block."""
     last = f"blocks.{cfg.layers - 1}.text."
     layers = ("q", "out", "mlp.up", "mlp.down")
     return (*(f"{last}{name}.{kind}" for name in layers for kind in ("weight", "bias")), f"{last}q_norm.weight")
 
 
-@spec.build_model.register
-def _(cfg: QwenImage, ctx: spec.Ctx) -> nn.Module:
-    with torch.device("meta"):
-        model = QwenImageModel(cfg).to(ctx.dtype)
-    for name, param in model.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in WIDE):
-            param.data = param.data.float()
-    for name in unused(cfg):
-        model.get_parameter(name).requires_grad_(False)
-    return model if ctx.meta else model.to_empty(device=ctx.device.torch_type)
-
-
-@spec.shard_spec.register
-def _(cfg: QwenImage) -> spec.ShardSpec:
-    return spec.ShardSpec(fsdp_units=("blocks.*",), recompute_units=("blocks.*",), float32=WIDE)
+@family_of.register
+def _(cfg: QwenImage) -> Family:
+    return Family(module=QwenImageModel, wide=WIDE, unused=unused(cfg), shared=(("model.heads", cfg.heads),))
 
 
 @spec.init_rules.register
 def _(cfg: QwenImage) -> tuple[spec.InitRule, ...]:
     """Modulations and the last layer start at zero (adaLN-Zero, arXiv:2212.09748): blocks do nothing at first."""
-
-    def normal(pattern: str, fan_in: int) -> spec.InitRule:
-        return spec.InitRule(pattern=pattern, kind="normal", std=fan_in**-0.5)
 
     return (
         spec.InitRule(pattern="*bias", kind="zeros"),
@@ -92,7 +76,7 @@ def _(cfg: QwenImage, rows: int, length: int) -> float:
 
 @row_work.register
 def _(cfg: QwenImage, row: Mapping[str, Any]) -> RowWork:
-    tokens, text = latent.row_sizes(cfg.space, row)
+    tokens, text = row_sizes(cfg.space, row)
     return RowWork(kinds={"calls": 1.0, **_operations(cfg, tokens, text)}, tokens=tokens + text)
 
 
@@ -107,12 +91,6 @@ def _operations(cfg: QwenImage, length: int, text: int) -> dict[str, float]:
         "matrices": 6.0 * (last * block + final + ends + once),
         "full": 6.0 * 2 * w * joint * (last * joint + length),
     }
-
-
-@spec.fake_batch.register
-def _(cfg: QwenImage, rows: int, length: int, seed: int) -> spec.Batch:
-    made = latent.fake_rows(cfg.space, rows, seed, length)
-    return spec.draw(cfg, latent.latent_batch(cfg.space, made), seed, 0)
 
 
 @spec.golden.register

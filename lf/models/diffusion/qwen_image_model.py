@@ -10,29 +10,36 @@ image tokens of one time, B samples.
 import attrs
 import torch
 import torch.nn.functional as F
-from attrs.validators import ge, gt
+from attrs.validators import ge
 from torch import Tensor, nn
 
 from lf.models.diffusion.flow import Flow, LogitNormal, Sampling, TokenShift
 from lf.models.diffusion.latent import LatentModel, Space
-from lf.models.diffusion.layers import GeluMlp, Norm, TimeMlp
+from lf.models.diffusion.layers import (
+    TIMES,
+    TORCH,
+    Attention,
+    GeluMlp,
+    LatentModule,
+    Layers,
+    Norm,
+    Stream,
+    TimeMlp,
+    type_of,
+)
 from lf.models.diffusion.packed import (
     Grid,
     Packing,
     add_gated,
     angles,
-    attend,
     grid_angles,
-    interleave,
     modulate,
     plain_norm,
     rope_table,
     rotate_pairs,
-    separate,
+    span,
 )
 
-TIMES = 1000.0
-"""The time of pure noise, as the model reads it."""
 MOST = 4096
 """Positions on an axis."""
 SINUSOIDS = 256
@@ -40,6 +47,8 @@ SINUSOIDS = 256
 
 Time = tuple[Tensor, Tensor]
 """What modulates: of each run of image tokens [R, W], and of each sample [B, W]."""
+Runs = tuple[tuple[int, ...], tuple[int, ...]]
+"""How many tokens of x each run has, and how many of the text each sample."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,8 +59,6 @@ class QwenImage(LatentModel):
     """Blocks."""
     heads: int = attrs.field(default=24, validator=ge(1))
     """Heads."""
-    head_dim: int = attrs.field(default=128, validator=ge(6))
-    """Width of a head. The width of the model is `heads * head_dim`."""
     channels: int = attrs.field(default=16, validator=ge(1))
     """Channels of a latent."""
     patch: int = attrs.field(default=2, validator=ge(1))
@@ -66,8 +73,6 @@ class QwenImage(LatentModel):
     """Whether rows may have references."""
     clean_references: bool = False
     """Whether references are modulated as of time 0 (Qwen-Image-Edit-2511), not as of the sample's."""
-    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
-    """Added to the variance in the norms."""
     flow: Flow = Flow(sampler=LogitNormal(), shift=TokenShift(tokens=(256, 8192), log_factor=(0.5, 0.9)))
     """How it is trained to denoise."""
     sampling: Sampling = Sampling(
@@ -78,11 +83,6 @@ class QwenImage(LatentModel):
     def __attrs_post_init__(self) -> None:
         if sum(self.axes) != self.head_dim or any(axis % 2 for axis in self.axes):
             raise ValueError(f"axes = {self.axes} must be even and add up to head_dim = {self.head_dim}; change them")
-
-    @property
-    def width(self) -> int:
-        """Width of the model."""
-        return self.heads * self.head_dim
 
     @property
     def space(self) -> Space:
@@ -100,29 +100,31 @@ class QwenImage(LatentModel):
         )
 
 
-class Stream(nn.Module):
+class Side(nn.Module):
     """What one stream does around the attention: modulation, its projections and its feed-forward network."""
 
-    def __init__(self, width: int, head_dim: int, eps: float, silent: bool = False) -> None:
+    def __init__(self, layers: Layers, width: int, head_dim: int, eps: float, silent: bool = False) -> None:
         super().__init__()
         self.head_dim, self.eps, self.silent = head_dim, eps, silent
-        self.mod = nn.Linear(width, 6 * width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.q_norm, self.k_norm = Norm(head_dim, eps), Norm(head_dim, eps)
-        self.mlp = GeluMlp(width, 4 * width, width)
+        self.mod = layers.spread(width, 6 * width)
+        self.q, self.k, self.v = (layers.column(width, width) for _ in range(3))
+        self.out = layers.row(width, width)
+        self.q_norm, self.k_norm = layers.head_norm(head_dim, eps), layers.head_norm(head_dim, eps)
+        self.mlp = GeluMlp(layers, width, 4 * width, width)
 
     def parts(self, time_RW: Tensor) -> tuple[Tensor, ...]:
         """Returns shift, scale and gate of the attention, then those of the network, each [R, W] in fp32."""
-        return self.mod(F.silu(time_RW).to(self.mod.weight.dtype)).float().chunk(6, dim=-1)
+        return self.mod(F.silu(time_RW).to(type_of(self.mod))).float().chunk(6, dim=-1)
 
-    def heads(self, h_TW: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query, key and value [T, N, D]; a silent stream has keys and values alone, and the query is empty."""
+    def stream(self, x_TW: Tensor, parts: tuple[Tensor, ...], table: Tensor, runs: tuple[int, ...]) -> Stream:
+        """Returns query, key and value; a silent stream has no query."""
+        h = modulate(plain_norm(x_TW, self.eps), parts[0], parts[1], runs).to(x_TW.dtype)
 
-        def turned(layer: nn.Linear, norm: Norm) -> Tensor:
-            return rotate_pairs(norm(layer(h_TW).unflatten(-1, (-1, self.head_dim))), table)
+        def turned(layer: nn.Module, norm: nn.Module) -> Tensor:
+            return rotate_pairs(norm(layer(h).unflatten(-1, (-1, self.head_dim))), table)
 
-        k, v = turned(self.k, self.k_norm), self.v(h_TW).unflatten(-1, (-1, self.head_dim))
-        return k[:0] if self.silent else turned(self.q, self.q_norm), k, v
+        k, v = turned(self.k, self.k_norm), self.v(h).unflatten(-1, (-1, self.head_dim))
+        return None if self.silent else turned(self.q, self.q_norm), k, v
 
     def after(self, x_TW: Tensor, out_TW: Tensor, parts: tuple[Tensor, ...], runs: tuple[int, ...]) -> Tensor:
         """Returns x with the attention's result and then the network's; sums are made in fp32."""
@@ -136,43 +138,37 @@ class Stream(nn.Module):
 class QwenBlock(nn.Module):
     """Both streams and their attention to each other; after the last block nobody reads the text's."""
 
-    def __init__(self, cfg: QwenImage, last: bool) -> None:
+    def __init__(self, layers: Layers, cfg: QwenImage, last: bool) -> None:
         super().__init__()
-        self.eps = cfg.eps
-        self.image = Stream(cfg.width, cfg.head_dim, cfg.eps)
-        self.text = Stream(cfg.width, cfg.head_dim, cfg.eps, silent=last)
+        self.image = Side(layers, cfg.width, cfg.head_dim, cfg.eps)
+        self.text = Side(layers, cfg.width, cfg.head_dim, cfg.eps, silent=last)
+        self.core = Attention(layers.exchange)
 
     def forward(
-        self, x_TW: Tensor, text_KW: Tensor, time: Time, tables: tuple[Tensor, Tensor], packing: Packing
+        self, x_TW: Tensor, text_KW: Tensor, time: Time, tables: tuple[Tensor, Tensor], runs: Runs, packing: Packing
     ) -> tuple[Tensor, Tensor]:
-        """Returns both streams after the block."""
-        lengths, texts, runs = packing.lengths, packing.texts, packing.run_lengths
+        """Returns both streams after the block; `runs` are those of x, and of the text those of each sample."""
         image_parts, text_parts = self.image.parts(time[0]), self.text.parts(time[1])
-        h = modulate(plain_norm(x_TW, self.eps), image_parts[0], image_parts[1], runs).to(x_TW.dtype)
-        c = modulate(plain_norm(text_KW, self.eps), text_parts[0], text_parts[1], texts).to(text_KW.dtype)
-        image, text = self.image.heads(h, tables[0]), self.text.heads(c, tables[1])
-        joint = tuple(a + b for a, b in zip(texts, lengths, strict=True))
-        k, v = (interleave(one, other, texts, lengths) for one, other in zip(text[1:], image[1:], strict=True))
-        if self.text.silent:
-            return self.image.after(x_TW, attend(image[0], k, v, lengths, joint), image_parts, runs), text_KW
-        out = attend(interleave(text[0], image[0], texts, lengths), k, v, joint, joint)
-        said, seen = separate(out, texts, lengths)
-        return self.image.after(x_TW, seen, image_parts, runs), self.text.after(text_KW, said, text_parts, texts)
+        seen = self.image.stream(x_TW, image_parts, tables[0], runs[0])
+        said = self.text.stream(text_KW, text_parts, tables[1], runs[1])
+        *text_out, image_out = self.core([said, seen], [packing.texts, packing.lengths], packing.place)
+        x_TW = self.image.after(x_TW, image_out, image_parts, runs[0])
+        return x_TW, self.text.after(text_KW, text_out[0], text_parts, runs[1]) if text_out else text_KW
 
 
-class QwenImageModel(nn.Module):
+class QwenImageModel(LatentModule):
     """The module of `QwenImage`."""
 
-    def __init__(self, cfg: QwenImage) -> None:
-        super().__init__()
+    def __init__(self, cfg: QwenImage, layers: Layers = TORCH) -> None:
+        super().__init__(layers)
         self.cfg, width, numbers = cfg, cfg.width, cfg.channels * cfg.patch**2
-        self.patch = nn.Linear(numbers, width)
-        self.text_norm = Norm(cfg.text_dim, 1e-6)
-        self.text = nn.Linear(cfg.text_dim, width)
+        self.patch = layers.sliced(nn.Linear(numbers, width))
+        self.text_norm = layers.sliced(Norm(cfg.text_dim, 1e-6))
+        self.text = layers.sliced(nn.Linear(cfg.text_dim, width))
         self.time = TimeMlp(SINUSOIDS, width)
-        self.blocks = nn.ModuleList(QwenBlock(cfg, i == cfg.layers - 1) for i in range(cfg.layers))
-        self.out_mod = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, numbers)
+        self.blocks = nn.ModuleList(QwenBlock(layers, cfg, i == cfg.layers - 1) for i in range(cfg.layers))
+        self.out_mod = layers.spread(width, 2 * width)
+        self.out = layers.sliced(nn.Linear(width, numbers))
 
     def forward(
         self,
@@ -185,24 +181,26 @@ class QwenImageModel(nn.Module):
     ) -> Tensor:
         """Returns the velocity [T, P] in fp32 of noisy tokens, given the time (0 to 1) of each run of them.
 
-        A sample's time is that of its first run. Condition and image are those of other families, and None.
+        A sample's time is that of its first run. Tokens are those of `packing.place`, texts those of all samples.
+        Condition and image are those of other families, and None.
         """
-        kind, cfg = self.patch.weight.dtype, self.cfg
-        x_TW = self.patch(tokens_TP.to(kind))
-        text_KW = self.text(self.text_norm(text_KD.to(kind)))
+        kind, cfg, place = type_of(self.patch), self.cfg, packing.place
+        x_TW = self.patch(self.slice(tokens_TP).to(kind))
+        text_KW = self.text(self.text_norm(self.slice(text_KD, place).to(kind)))
         time_RW = self.time(time_R * TIMES)
         firsts = torch.tensor(packing.first_runs, device=time_RW.device)
         time_BW = time_RW[firsts]
+        runs = self.own(packing.run_lengths, place), self.own(packing.texts, place)
         tables = position_tables(cfg, packing, x_TW.device)
         for block in self.blocks:
-            x_TW, text_KW = block(x_TW, text_KW, (time_RW, time_BW), tables, packing)
+            x_TW, text_KW = block(x_TW, text_KW, (time_RW, time_BW), tables, runs, packing)
         scale, shift = self.out_mod(F.silu(time_BW).to(kind)).float().chunk(2, dim=-1)
-        h = modulate(plain_norm(x_TW, cfg.eps), shift, scale, packing.lengths)
-        return self.out(h.to(kind)).float()
+        h = modulate(plain_norm(x_TW, cfg.eps), shift, scale, self.own(packing.lengths, place))
+        return self.layers.leave(self.out(h.to(kind)).float())
 
 
 def position_tables(cfg: QwenImage, packing: Packing, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the rotary tables of the image tokens and of the text tokens."""
+    """Returns the rotary tables of a rank's image tokens and text tokens."""
     pictures, texts = [], []
     for grids, length in zip(packing.grids, packing.texts, strict=True):
         for number, grid in enumerate(grids):
@@ -211,7 +209,9 @@ def position_tables(cfg: QwenImage, packing: Packing, device: torch.device) -> t
         first = max(max(grid[1:]) // 2 for grid in grids)
         along = torch.arange(first, first + length, device=device)
         texts.append(angles(cfg.axes, (along, along, along)))
-    return rope_table(pictures), rope_table(texts)
+    made = (rope_table(pictures), packing.lengths), (rope_table(texts), packing.texts)
+    image, text = (table[:, slice(*span(sum(lengths), packing.place))] for table, lengths in made)
+    return image, text
 
 
 # A config that is read back from JSON imports this file alone, and needs the family's rules.

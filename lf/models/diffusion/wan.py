@@ -1,9 +1,9 @@
 """Wan as a family: what lf asks of it, its weight table in diffusers' and the original names, and the published sizes.
 
-The modules are in `wan_model.py`, the row that data must give in `latent.py`, config.json in `wan_config.py`.
+The modules are in `wan_model.py`, the row that data must give in `latent.py`, config.json in `wan_config.py`, and what
+all models of latents share in `family.py`.
 """
 
-import fnmatch
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lf.models import hf, spec
-from lf.models.diffusion import latent, wan_config
+from lf.models.diffusion import wan_config
+from lf.models.diffusion.family import Family, family_of
 from lf.models.diffusion.flow import high_part, low_part
+from lf.models.diffusion.latent import row_sizes
+from lf.models.diffusion.layers import TIMES
 from lf.models.diffusion.packed import Packing, grid_of, patchify, unpatchify
-from lf.models.diffusion.wan_model import TIMES, WanModel
 from lf.models.diffusion.wan_model import Wan as Wan
+from lf.models.diffusion.wan_model import WanModel
+from lf.models.initialise import normal
 from lf.models.layouts import Alias
 from lf.models.weights import Carried, Rule, Same, WeightMap
 from lf.models.work import RowWork, row_work
@@ -30,19 +34,10 @@ WIDE_IMAGE = ("image.norm_in.*", "image.norm_out.*")
 """The same of models that read image embeddings."""
 
 
-def wide(cfg: Wan) -> tuple[str, ...]:
-    """Returns the patterns of the tensors that compute in float32."""
-    return WIDE + (WIDE_IMAGE if cfg.image_dim else ())
-
-
-@spec.build_model.register
-def _(cfg: Wan, ctx: spec.Ctx) -> nn.Module:
-    with torch.device("meta"):
-        model = WanModel(cfg).to(ctx.dtype)
-    for name, param in model.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in wide(cfg)):
-            param.data = param.data.float()
-    return model if ctx.meta else model.to_empty(device=ctx.device.torch_type)
+@family_of.register
+def _(cfg: Wan) -> Family:
+    shared = (("model.heads", cfg.heads), ("model.mlp", cfg.mlp))
+    return Family(module=WanModel, wide=WIDE + (WIDE_IMAGE if cfg.image_dim else ()), shared=shared)
 
 
 @spec.hf_config.register
@@ -56,17 +51,9 @@ def _(cfg: Wan, names: tuple[str, ...]) -> Wan:
     return cfg if reads or not cfg.image_dim else attrs.evolve(cfg, image_dim=0)
 
 
-@spec.shard_spec.register
-def _(cfg: Wan) -> spec.ShardSpec:
-    return spec.ShardSpec(fsdp_units=("blocks.*",), recompute_units=("blocks.*",), float32=wide(cfg))
-
-
 @spec.init_rules.register
 def _(cfg: Wan) -> tuple[spec.InitRule, ...]:
     """The last layer starts at zero, as in the original: a new model says nothing at first."""
-
-    def normal(pattern: str, fan_in: int) -> spec.InitRule:
-        return spec.InitRule(pattern=pattern, kind="normal", std=fan_in**-0.5)
 
     return (
         spec.InitRule(pattern="out.*", kind="zeros"),
@@ -90,7 +77,7 @@ def _(cfg: Wan, rows: int, length: int) -> float:
 
 @row_work.register
 def _(cfg: Wan, row: Mapping[str, Any]) -> RowWork:
-    tokens, text = latent.row_sizes(cfg.space, row)
+    tokens, text = row_sizes(cfg.space, row)
     return RowWork(kinds={"calls": 1.0, **_operations(cfg, tokens, text)}, tokens=tokens)
 
 
@@ -104,12 +91,6 @@ def _operations(cfg: Wan, length: int, text: int) -> dict[str, float]:
         "matrices": 6.0 * (cfg.layers * block + ends + once),
         "full": 6.0 * cfg.layers * 2 * w * (length * length + length * text),
     }
-
-
-@spec.fake_batch.register
-def _(cfg: Wan, rows: int, length: int, seed: int) -> spec.Batch:
-    made = latent.fake_rows(cfg.space, rows, seed, length)
-    return spec.draw(cfg, latent.latent_batch(cfg.space, made), seed, 0)
 
 
 @spec.golden.register

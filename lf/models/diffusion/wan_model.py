@@ -7,31 +7,42 @@ Shapes: T tokens of a micro-batch, K text tokens, I image embeddings, P numbers 
 width, R runs of tokens of one time.
 """
 
+import math
 from typing import Literal
 
 import attrs
 import torch
 import torch.nn.functional as F
-from attrs.validators import ge, gt
+from attrs.validators import ge
 from torch import Tensor, nn
 
 from lf.models.diffusion.flow import ConstantShift, Flow
 from lf.models.diffusion.latent import LatentModel, Space
-from lf.models.diffusion.layers import GeluMlp, Modulation, Norm, TimeMlp, WideLayerNorm
+from lf.models.diffusion.layers import (
+    TIMES,
+    TORCH,
+    Attention,
+    GeluMlp,
+    LatentModule,
+    Layers,
+    Modulation,
+    TimeMlp,
+    WideLayerNorm,
+    type_of,
+)
 from lf.models.diffusion.packed import (
     Grid,
     Packing,
     add_gated,
     attend,
     grid_angles,
+    held,
     modulate,
     plain_norm,
     rope_table,
     rotate_pairs,
+    span,
 )
-
-TIMES = 1000.0
-"""The time of pure noise, as the model reads it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,8 +53,6 @@ class Wan(LatentModel):
     """Blocks."""
     heads: int = attrs.field(default=40, validator=ge(1))
     """Heads."""
-    head_dim: int = attrs.field(default=128, validator=ge(6))
-    """Width of a head; even. The width of the model is `heads * head_dim`."""
     mlp: int = attrs.field(default=13824, validator=ge(1))
     """Width inside the feed-forward network."""
     in_channels: int = attrs.field(default=16, validator=ge(1))
@@ -63,8 +72,6 @@ class Wan(LatentModel):
     """Width of an embedding of the first frame; 0 where the model reads none (all but Wan2.1 I2V)."""
     sinusoids: int = attrs.field(default=256, validator=ge(2))
     """Width of the time's sinusoids; even."""
-    eps: float = attrs.field(default=1e-6, validator=gt(0.0))
-    """Added to the variance in the norms."""
     most: int = attrs.field(default=1024, validator=ge(1))
     """Most patches along an axis."""
     flow: Flow = Flow(shift=ConstantShift(factor=5.0))
@@ -78,11 +85,6 @@ class Wan(LatentModel):
                 f"in_channels = {self.in_channels} must be out_channels = {self.out_channels} or more, and patch = "
                 f"{self.patch} three numbers from 1; change them"
             )
-
-    @property
-    def width(self) -> int:
-        """Width of the model."""
-        return self.heads * self.head_dim
 
     @property
     def axes(self) -> Grid:
@@ -110,38 +112,44 @@ class Wan(LatentModel):
 class SelfAttention(nn.Module):
     """Attention of all tokens of a sample to each other."""
 
-    def __init__(self, width: int, heads: int, eps: float) -> None:
+    def __init__(self, layers: Layers, width: int, heads: int, eps: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.q_norm, self.k_norm = Norm(width, eps), Norm(width, eps)
+        self.head_dim = width // heads
+        self.q, self.k, self.v = (layers.column(width, width) for _ in range(3))
+        self.q_norm, self.k_norm = layers.norm(width, eps), layers.norm(width, eps)
+        self.core = Attention(layers.exchange)
+        self.out = layers.row(width, width)
 
-    def forward(self, x_TW: Tensor, table: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def forward(self, x_TW: Tensor, table: Tensor, packing: Packing) -> Tensor:
         """Returns [T, W]; `table` is that of `rope_table`."""
         projected = self.q_norm(self.q(x_TW)), self.k_norm(self.k(x_TW)), self.v(x_TW)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in projected)
-        return self.out(attend(rotate_pairs(q, table), rotate_pairs(k, table), v, lengths, lengths))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
+        stream = rotate_pairs(q, table), rotate_pairs(k, table), v
+        (found,) = self.core([stream], [packing.lengths], packing.place)
+        return self.out(found)
 
 
 class CrossAttention(nn.Module):
     """Attention of each token to its sample's text, and to its image where there is one; they have one query."""
 
-    def __init__(self, width: int, heads: int, eps: float, image: bool) -> None:
+    def __init__(self, layers: Layers, width: int, heads: int, eps: float, image: bool) -> None:
         super().__init__()
-        self.heads, self.image = heads, image
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.q_norm, self.k_norm = Norm(width, eps), Norm(width, eps)
+        self.head_dim, self.image = width // heads, image
+        self.q, self.out = layers.column(width, width), layers.row(width, width)
+        self.k, self.v = layers.column_of_whole(width, width), layers.column_of_whole(width, width)
+        self.q_norm, self.k_norm = layers.norm(width, eps), layers.norm(width, eps)
         if image:
-            self.image_k, self.image_v = nn.Linear(width, width), nn.Linear(width, width)
-            self.image_k_norm = Norm(width, eps)
+            self.image_k, self.image_v = layers.column_of_whole(width, width), layers.column_of_whole(width, width)
+            self.image_k_norm = layers.norm(width, eps)
 
     def forward(self, x_TW: Tensor, text_KW: Tensor, image_IW: Tensor | None, packing: Packing) -> Tensor:
         """Returns [T, W]."""
 
         def split(t: Tensor) -> Tensor:
-            return t.unflatten(-1, (self.heads, -1))
+            return t.unflatten(-1, (-1, self.head_dim))
 
-        q, lengths = split(self.q_norm(self.q(x_TW))), packing.lengths
+        # Every rank has the keys of all texts: they are few, so queries stay where they are.
+        q, lengths = split(self.q_norm(self.q(x_TW))), held(packing.lengths, packing.place)
         k, v = split(self.k_norm(self.k(text_KW))), split(self.v(text_KW))
         out = attend(q, k, v, lengths, packing.texts)
         if image_IW is not None:
@@ -153,29 +161,30 @@ class CrossAttention(nn.Module):
 class WanBlock(nn.Module):
     """Self-attention, cross-attention and a feed-forward network; the first and the last are modulated by the time."""
 
-    def __init__(self, width: int, heads: int, mlp: int, eps: float, image: bool = False) -> None:
+    def __init__(self, layers: Layers, width: int, heads: int, mlp: int, eps: float, image: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.table = Modulation(6, width)
-        self.self_attention = SelfAttention(width, heads, eps)
-        self.cross_norm = WideLayerNorm(width, eps)
-        self.cross_attention = CrossAttention(width, heads, eps, image)
-        self.mlp = GeluMlp(width, mlp, width)
+        self.table = layers.sliced(Modulation(6, width))
+        self.self_attention = SelfAttention(layers, width, heads, eps)
+        self.cross_norm = layers.sliced(WideLayerNorm(width, eps))
+        self.cross_attention = CrossAttention(layers, width, heads, eps, image)
+        self.mlp = GeluMlp(layers, width, mlp, width)
 
     def forward(
         self,
         x_TW: Tensor,
         time_R6W: Tensor,
+        runs: tuple[int, ...],
         table: Tensor,
         text_KW: Tensor,
         image_IW: Tensor | None,
         packing: Packing,
     ) -> Tensor:
-        """Returns x after the block, in its dtype; sums of gated branches are made in fp32."""
-        kind, runs = x_TW.dtype, packing.run_lengths
+        """Returns x after the block, in its dtype; `runs` are those of x. Sums of gated branches are made in fp32."""
+        kind = x_TW.dtype
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.table(time_R6W)
         h = modulate(plain_norm(x_TW, self.eps), shift, scale, runs).to(kind)
-        h = self.self_attention(h, table, packing.lengths)
+        h = self.self_attention(h, table, packing)
         x_TW = add_gated(x_TW.to(gate.dtype), h.to(gate.dtype), gate, runs).to(kind)
         x_TW = x_TW + self.cross_attention(self.cross_norm(x_TW), text_KW, image_IW, packing)
         h = self.mlp(modulate(plain_norm(x_TW, self.eps), mlp_shift, mlp_scale, runs).to(kind))
@@ -202,29 +211,29 @@ class ImageEmbedding(nn.Module):
     def __init__(self, image: int, width: int) -> None:
         super().__init__()
         self.norm_in, self.norm_out = WideLayerNorm(image, 1e-5), WideLayerNorm(width, 1e-5)
-        self.mlp = GeluMlp(image, image, width, exact=True)
+        self.mlp = GeluMlp(TORCH, image, image, width, exact=True)
 
     def forward(self, image_ID: Tensor) -> Tensor:
         """Returns [I, W]."""
-        return self.norm_out(self.mlp(self.norm_in(image_ID.to(self.mlp.up.weight.dtype))))
+        return self.norm_out(self.mlp(self.norm_in(image_ID.to(type_of(self.mlp)))))
 
 
-class WanModel(nn.Module):
+class WanModel(LatentModule):
     """The module of `Wan`."""
 
-    def __init__(self, cfg: Wan) -> None:
-        super().__init__()
+    def __init__(self, cfg: Wan, layers: Layers = TORCH) -> None:
+        super().__init__(layers)
         self.cfg, width = cfg, cfg.width
-        self.patch = PatchEmbedding(cfg.in_channels, width, cfg.patch)
+        self.patch = layers.sliced(PatchEmbedding(cfg.in_channels, width, cfg.patch))
         self.time = TimeMlp(cfg.sinusoids, width)
-        self.time_mod = nn.Linear(width, 6 * width)
-        self.text = GeluMlp(cfg.text_dim, width, width)
+        self.time_mod = layers.spread(width, 6 * width)
+        self.text = GeluMlp(TORCH, cfg.text_dim, width, width)
         self.image = ImageEmbedding(cfg.image_dim, width) if cfg.image_dim else None
         self.blocks = nn.ModuleList(
-            WanBlock(width, cfg.heads, cfg.mlp, cfg.eps, bool(cfg.image_dim)) for _ in range(cfg.layers)
+            WanBlock(layers, width, cfg.heads, cfg.mlp, cfg.eps, bool(cfg.image_dim)) for _ in range(cfg.layers)
         )
-        self.table = Modulation(2, width)
-        self.out = nn.Linear(width, cfg.out_channels * cfg.patch[0] * cfg.patch[1] * cfg.patch[2])
+        self.table = layers.sliced(Modulation(2, width))
+        self.out = layers.sliced(nn.Linear(width, cfg.out_channels * math.prod(cfg.patch)))
 
     def forward(
         self,
@@ -235,26 +244,30 @@ class WanModel(nn.Module):
         condition_TP: Tensor | None = None,
         image_ID: Tensor | None = None,
     ) -> Tensor:
-        """Returns the velocity [T, P] in fp32 of noisy tokens, given the time (0 to 1) of each run of them."""
-        x_TW = self.patch(self._with_condition(tokens_TP, condition_TP))
+        """Returns the velocity [T, P] in fp32 of noisy tokens, given the time (0 to 1) of each run of them.
+
+        Tokens and condition are those of `packing.place`, texts and images those of all samples.
+        """
+        x_TW = self.patch(self.slice(self._with_condition(tokens_TP, condition_TP)))
+        runs = self.own(packing.run_lengths, packing.place)
         time_RW = self.time(time_R * TIMES)
         time_R6W = self.time_mod(F.silu(time_RW)).unflatten(-1, (6, -1))
-        text_KW = self.text(text_KD.to(self.text.up.weight.dtype))
+        text_KW = self.text(text_KD.to(type_of(self.text)))
         image_IW = self.image(image_ID) if self.image is not None and image_ID is not None else None
         origin = (0, 0, 0)
         table = rope_table(grid_angles(self.cfg.axes, origin, grid, x_TW.device) for (grid,) in packing.grids)
+        table = table[:, slice(*span(sum(packing.lengths), packing.place))]
         for block in self.blocks:
-            x_TW = block(x_TW, time_R6W, table, text_KW, image_IW, packing)
-        shift, scale = self.table(time_RW[:, None])
-        h = modulate(plain_norm(x_TW, self.cfg.eps), shift, scale, packing.run_lengths)
-        return self.out(h.to(self.out.weight.dtype)).float()
+            x_TW = block(x_TW, time_R6W, runs, table, text_KW, image_IW, packing)
+        shift, scale = self.table(self.layers.enter(time_RW)[:, None])
+        h = modulate(plain_norm(x_TW, self.cfg.eps), shift, scale, runs)
+        return self.layers.leave(self.out(h.to(type_of(self.out))).float())
 
     def _with_condition(self, tokens_TP: Tensor, condition_TP: Tensor | None) -> Tensor:
         """Returns tokens with the channels of the condition behind their own, place by place."""
         if condition_TP is None:
             return tokens_TP
-        places = self.cfg.patch[0] * self.cfg.patch[1] * self.cfg.patch[2]
-        parts = (t.unflatten(-1, (places, -1)) for t in (tokens_TP, condition_TP))
+        parts = (t.unflatten(-1, (math.prod(self.cfg.patch), -1)) for t in (tokens_TP, condition_TP))
         return torch.cat(tuple(parts), dim=-1).flatten(-2)
 
 

@@ -17,6 +17,7 @@ from lf.models.embodied import pi05_config, pi05_golden, robot
 from lf.models.embodied.lerobot_files import lerobot_files
 from lf.models.embodied.pi05_model import CAMERAS, Pi05, Pi05Model, noisy
 from lf.models.embodied.pi05_sample import euler
+from lf.models.initialise import normal
 from lf.models.layers.gemma import Gemma, tower_flops
 from lf.models.layouts import Alias, Prefix
 from lf.models.vision.siglip import Siglip, siglip_flops, siglip_init, siglip_rules
@@ -177,9 +178,6 @@ def _(cfg: Pi05, rows: int, length: int, seed: int) -> spec.Batch:
 @spec.init_rules.register
 def _(cfg: Pi05) -> tuple[spec.InitRule, ...]:
     """Adaptive norms start at zero, as in openpi's JAX model: the expert's layers do nothing at first."""
-
-    def normal(pattern: str, fan_in: int) -> spec.InitRule:
-        return spec.InitRule(pattern=pattern, kind="normal", std=fan_in**-0.5)
 
     def tower(name: str, cfg: Gemma) -> tuple[spec.InitRule, ...]:
         return (

@@ -16,6 +16,7 @@ from lf.devices.device import Device
 from lf.models.layers.attention import TorchAttention
 from lf.models.layers.fused import swiglu
 from lf.models.layers.norm import TorchNorm as TorchNorm
+from lf.models.spec import Ctx
 
 
 class TorchLinear(nn.Module):
@@ -99,3 +100,35 @@ def duplicated_linear(layers: Any, config: Any, width: int, out: int) -> Any:
         skip_weight_param_allocation=False,
         is_expert=False,
     )
+
+
+def is_te(layers: BackendSpecProvider) -> bool:
+    """Returns whether a layer backend is TransformerEngine's."""
+    return bool(layers.fuse_layernorm_and_linear())
+
+
+def config_fields(ctx: Ctx) -> dict[str, Any]:
+    """Returns what megatron-core's config of every model of a rank has."""
+    return {
+        "params_dtype": ctx.dtype,
+        "pipeline_dtype": ctx.dtype,
+        "bf16": ctx.dtype == torch.bfloat16,
+        "tensor_model_parallel_size": ctx.layout.tp,
+        "context_parallel_size": ctx.layout.cp,
+        # lf draws weights from (seed, name) and divides by the weight of the global batch itself. megatron-core's
+        # initialisation still runs, because it is what marks the parameters that tensor parallel ranks share.
+        "init_method": _keep,
+        "output_layer_init_method": _keep,
+        "embedding_init_method": _keep,
+        # It is then torch's default device that decides where tensors are made, instead of the current card.
+        "use_cpu_initialization": not is_te(ctx.layers),
+        "init_model_with_meta_device": ctx.meta,
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "transformer_impl": "transformer_engine" if is_te(ctx.layers) else "local",
+    }
+
+
+def _keep(weight: Tensor) -> Tensor:
+    return weight
