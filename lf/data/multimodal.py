@@ -282,10 +282,15 @@ class Maker:
     """What makes tokens of a sample."""
 
     cfg: ChatData
+    """The config."""
     template: Template
+    """The chat template."""
     tokenizer: Tokenizer
+    """The tokenizer."""
     count: Callable[[Media], int]
+    """The model's rule for how many tokens a `Media` takes."""
     names: Tokens
+    """What stands around the tokens of images and videos."""
 
     def encoded(self, sample: Sample, entries: Sequence[Entry]) -> Encoded:
         """Returns the sample as tokens."""
