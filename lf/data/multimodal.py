@@ -290,7 +290,7 @@ class Maker:
     count: Callable[[Media], int]
     """The model's rule for how many tokens a `Media` takes."""
     names: Tokens
-    """What stands around the tokens of images and videos."""
+    """The special tokens of images and videos."""
 
     def encoded(self, sample: Sample, entries: Sequence[Entry]) -> Encoded:
         """Returns the sample as tokens."""
