@@ -253,6 +253,26 @@ def test_recompute_without_output_asks_for_no_transformer_engine() -> None:
         assert torch.equal(a, b)
 
 
+def test_a_bias_of_a_frozen_weight_has_its_gradient() -> None:
+    """Upstream returns none, so this fails where the row is missing."""
+    layers = core("tensor_parallel.layers")
+    x, weight = torch.randn(5, 2, 8, requires_grad=True), torch.randn(3, 8)
+    bias = torch.randn(3, requires_grad=True)
+    out = layers.linear_with_frozen_weight(
+        input=x,
+        weight=weight,
+        bias=bias,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+        tp_group=None,
+    )
+    wanted = F.linear(x, weight, bias)
+    torch.testing.assert_close(out, wanted)
+    grads = torch.autograd.grad(out.square().sum(), (x, bias))
+    torch.testing.assert_close(grads, torch.autograd.grad(wanted.square().sum(), (x, bias)))
+
+
 def test_the_distributed_optimiser_takes_any_optimiser() -> None:
     assert core("optimizer.distrib_optimizer").Adam is torch.optim.Optimizer
 

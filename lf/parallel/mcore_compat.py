@@ -233,6 +233,15 @@ def _between_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     return exchange
 
 
+def _frozen_linear(original: Any) -> Any:
+    @functools.wraps(original)
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = original(input, weight, None, *args, **kwargs)
+        return made if bias is None else made + bias
+
+    return linear
+
+
 def _checkpoint_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, fp8: Any = None) -> None:
         original(self, fp8 or None)
@@ -272,6 +281,12 @@ TABLE: tuple[Row, ...] = (
         make=_rotary,
         why="upstream scales rope by one hard-coded rule and makes cos and sin again in every layer; lf's table has "
         "one row a token, made once a micro-batch, for any scaling, packing and context parallelism",
+        when="always",
+    ),
+    Row(
+        target="tensor_parallel.layers:linear_with_frozen_weight",
+        make=_frozen_linear,
+        why="upstream gives the bias of a frozen weight no gradient, so a bias that is trained stays as it is",
         when="always",
     ),
     Row(

@@ -81,8 +81,7 @@ def _column(kind: Any, config: Any, group: Any, width: int, out: int) -> nn.Modu
         init_method=config.init_method,
         gather_output=False,
         bias=True,
-        # megatron-core's own, with a frozen weight, would give the bias no gradient.
-        skip_bias_add=True,
+        skip_bias_add=False,
         is_expert=False,
         tp_group=group,
     )
