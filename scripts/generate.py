@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         pictures, eos = None, tokenizer.eos
         if args.image or args.video:
             asked = ask(args.folder, start, tokenizer, text, args.image, args.video)
-            prompt, pictures, eos = asked.tokens, {"media": asked.media, "patches": asked.patches}, asked.end
+            prompt, pictures, eos = asked.tokens, asked.pictures, asked.end
         else:
             prompt = tokenizer.encode_batch([text])[0]
         allowance(start.model, prompt, args, pictures)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lf.data.chat_text import CHATML, Item, Message, Tokens, open_template, question
+from lf.data.chat_text import CHATML, Item, Message, Tokens, open_template, question_pieces
 from lf.data.config import AnyresPictures, KimiPictures, Pictures, Qwen3Pictures, Qwen25Pictures, TilePictures
 from lf.data.hf_tokenizer import Tokenizer, read_tokenizer
 from lf.data.processor_files import processor_files, read_pictures
@@ -26,7 +26,7 @@ from lf.models import generate as module
 from lf.models import hf
 from lf.models.generate import Sampling, generate
 from lf.models.media import media_rules
-from lf.train.chats import ask
+from lf.train.chats import _says, ask
 from lf.train.start import Start, load_model, local_context, open_saved
 from scripts.generate import main
 from tests.golden.record_processors import FILE, NAMES, PROMPT, SIZE, of_lf, of_transformers, smooth
@@ -108,9 +108,8 @@ def asked(
 
 def answered(start: Start, question: Question, count: int = 16) -> list[int]:
     model = load_model(start, local_context(start.model, cpu))
-    pictures = {"media": question.media, "patches": question.patches}
     how = Sampling(tokens=count)
-    return list(generate(start.model, model, question.tokens, how, eos=None, device="cpu", pictures=pictures))
+    return list(generate(start.model, model, question.tokens, how, eos=None, device="cpu", pictures=question.pictures))
 
 
 def reference(folder: Path, question: Question, inputs: dict[str, torch.Tensor], count: int = 16) -> list[int]:
@@ -150,15 +149,19 @@ def test_answers_about_images_are_those_of_transformers(one_process: None, tmp_p
     start, question = asked(folder, "What?", images)
     opened = [Image.open(path) for path in images]
     if family == "kimi_k25":  # Its processor needs torchvision.
-        patches = torch.from_numpy(question.patches).view(-1, 3, 4, 4)
-        inputs = {"pixel_values": patches, "image_grid_thw": torch.tensor([item.grids[0] for item in question.media])}
+        patches = torch.from_numpy(question.pictures["patches"]).view(-1, 3, 4, 4)
+        inputs = {
+            "pixel_values": patches,
+            "image_grid_thw": torch.tensor([item.grids[0] for item in question.pictures["media"]]),
+        }
     else:
         made = AutoImageProcessor.from_pretrained(folder, backend="pil")(images=opened, return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name != "num_patches"}
     ours = answered(start, question)
     assert ours == reference(folder, question, inputs)
     # They do look at the images.
-    assert answered(start, attrs.evolve(question, patches=question.patches[::-1].copy())) != ours
+    turned = question.pictures["patches"][::-1].copy()
+    assert answered(start, attrs.evolve(question, pictures={**question.pictures, "patches": turned})) != ours
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=FULL)])
@@ -170,12 +173,12 @@ def test_answers_about_videos_are_those_of_transformers_and_the_cache_changes_no
     image = save(tmp_path / "a.png", 20, 30)
     write_video(tmp_path / "v.mp4", [picture(32, 32, i) for i in range(9)], Fraction(4))
     start, question = asked(folder, "First <video> then <image>?", [image], [tmp_path / "v.mp4"])
-    clip, still = question.media
+    clip, still = question.pictures["media"]
     assert (clip.kind, still.kind) == ("video", "image")
     inputs = {
-        "pixel_values": torch.from_numpy(question.patches[clip.patches :]),
+        "pixel_values": torch.from_numpy(question.pictures["patches"][clip.patches :]),
         "image_grid_thw": torch.tensor(still.grids),
-        "pixel_values_videos": torch.from_numpy(question.patches[: clip.patches]),
+        "pixel_values_videos": torch.from_numpy(question.pictures["patches"][: clip.patches]),
         "video_grid_thw": torch.tensor(clip.grids),
     }
     if family == "qwen2_5_vl":
@@ -197,6 +200,10 @@ def test_processor_files_say_what_pictures_they_were_made_of(tmp_path: Path, fam
     whole = json.loads(found["processor_config.json"]) | {"image_processor": image, "video_processor": video}
     found["processor_config.json"] = json.dumps(whole).encode()
     assert attrs.evolve(read_pictures(found, "here"), video=pictures.video) == pictures
+    # An export keeps them where the run has the same pictures, and not where it has others.
+    source = open_saved(folder).source
+    assert _says(source, pictures)
+    assert not _says(source, attrs.evolve(pictures, mean=(0.1, 0.2, 0.3)))
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -294,10 +301,10 @@ def test_a_template_that_begins_no_answer_is_refused() -> None:
     own = Tokenizer(encode_batch=list, decode=str, vocab=3, eos=2, fingerprint="", files={}, special=special)  # type: ignore[arg-type]
     template, _ = open_template("chatml", own, "data")
     said = [Message(role="user", items=(Item(kind="text", text="Hi"),))]
-    pieces, end = question(template, special, said)
+    pieces, end = question_pieces(template, special, said)
     assert (end, "".join(piece.text for piece in pieces)) == (
         "<|im_end|>",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     )
     with pytest.raises(ValueError, match=r"begins no answer: .* add_generation_prompt"):
-        question(lambda messages, begin: template(messages, False), special, said)
+        question_pieces(lambda messages, begin: template(messages, False), special, said)

@@ -869,8 +869,7 @@ def answer(folder: Path, own: Tokenizer, image: Path) -> str:
     start = open_saved(folder)
     asked = ask(folder, start, own, "colour?", [image], [])
     model = load_model(start, local_context(start.model, cpu))
-    pictures = {"media": asked.media, "patches": asked.patches}
-    ids = generate(start.model, model, asked.tokens, Sampling(), eos=asked.end, device="cpu", pictures=pictures)
+    ids = generate(start.model, model, asked.tokens, Sampling(), eos=asked.end, device="cpu", pictures=asked.pictures)
     return own.decode(list(ids))
 
 
@@ -894,7 +893,7 @@ def _check_export(folder: Path, image: Path) -> None:
 
     made = AutoImageProcessor.from_pretrained(folder)(images=[Image.open(image)], return_tensors="np")
     asked = ask(folder, open_saved(folder), read_tokenizer(folder), "colour?", [image], [])
-    assert np.abs(made["pixel_values"] - asked.patches).max() * 127.5 < 1.1
+    assert np.abs(made["pixel_values"] - asked.pictures["patches"]).max() * 127.5 < 1.1
     own = AutoTokenizer.from_pretrained(folder)
     said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "colour?"}]}]
     text = own.apply_chat_template(said, add_generation_prompt=True, tokenize=False)

@@ -185,7 +185,7 @@ def _of_tar(path: Path, where: str, members: Mapping[str, tarfile.TarInfo]) -> R
 _READERS: dict[str, Callable[[Path, Path], _Records]] = {".jsonl": _jsonl, ".parquet": _parquet, ".tar": _tar}
 
 
-def question(prompt: str, images: Sequence[str], videos: Sequence[str]) -> Sample:
+def question_sample(prompt: str, images: Sequence[str], videos: Sequence[str]) -> Sample:
     """Returns a sample in which a user asks something about files, given as paths.
 
     `<image>` and `<video>` in the prompt are their places, in order; those of a kind that it does not place come first.

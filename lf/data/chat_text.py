@@ -285,7 +285,9 @@ def rendered(
     return pieces
 
 
-def question(template: Template, special: Collection[str], messages: Sequence[Message]) -> tuple[list[Piece], str]:
+def question_pieces(
+    template: Template, special: Collection[str], messages: Sequence[Message]
+) -> tuple[list[Piece], str]:
     """Returns messages up to where the answer begins, and the special token that ends one. Raises as `rendered` does.
 
     Raises ValueError too where the template begins no answer.

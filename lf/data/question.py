@@ -4,22 +4,21 @@ Shapes: N patches, F numbers of a patch.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
-from lf.data.chat_files import question as question_of
-from lf.data.chat_text import encode, media_names, open_template
-from lf.data.chat_text import question as question_pieces
+from lf.data.chat_files import question_sample
+from lf.data.chat_text import encode, media_names, open_template, question_pieces
 from lf.data.config import ChatData
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.media import patches_of
 from lf.data.media_files import pixels_of
 from lf.data.multimodal import Maker
 from lf.data.video import Decoders
-from lf.models.media import Media, MediaRules
+from lf.models.media import MediaRules
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -28,10 +27,8 @@ class Question:
 
     tokens: list[int]
     """Ids."""
-    media: tuple[Media, ...]
-    """Its images and videos, in order."""
-    patches: NDArray[np.float32]
-    """[N, F] of all of them."""
+    pictures: Mapping[str, Any]
+    """Its `media`, images and videos in order, and the `patches` [N, F] of all of them."""
     end: int
     """Id of the token that ends an answer."""
 
@@ -54,7 +51,7 @@ def open_question(
     template, _ = open_template(cfg.template, tokenizer, where)
     names = media_names(rules.ids, cfg.pictures.video, tokenizer, where)
     maker = Maker(cfg, template, tokenizer, rules.count, names)
-    sample = question_of(prompt, images, videos)
+    sample = question_sample(prompt, images, videos)
     entries = maker.entries(sample)
     pieces, end = question_pieces(template, maker.special, sample.messages)
     fitted = [maker.fitted(entry) for entry in entries]
@@ -66,7 +63,6 @@ def open_question(
         ]
     return Question(
         tokens=encoded.tokens,
-        media=tuple(made.media for made in fitted),
-        patches=np.concatenate(patches),
+        pictures={"media": tuple(made.media for made in fitted), "patches": np.concatenate(patches)},
         end=tokenizer.special[end],
     )

@@ -7,7 +7,7 @@ import attrs
 
 from lf.config import from_json
 from lf.data.chat_text import media_names, open_template, own_template
-from lf.data.config import ChatData, DataConfig, Mixture
+from lf.data.config import ChatData, DataConfig, Mixture, Pictures
 from lf.data.hf_tokenizer import Tokenizer
 from lf.data.processor_files import FILES, fields_of, processor_files, read_pictures
 from lf.data.question import Question, open_question
@@ -74,23 +74,33 @@ def ask(
     )
 
 
-def chat_files(
+def files_beside(
     model: ModelConfig, source: Source | None, data: DataConfig, tokenizer: Tokenizer
 ) -> Mapping[str, bytes]:
     """Returns what stands beside the tokenizer of a model that is trained on chats, by name.
 
     The chat template that the run names, and how images become patches, where the folder that the model came from does
-    not say it. Nothing for other models.
+    not say the same. Nothing for other models.
     """
     chats, rules = _chats_of(data), media_rules(model)
     if chats is None or rules is None:
         return {}
     _, template = open_template(chats.template, tokenizer, "data")
     shown = {"chat_template.jinja": template.encode()}
-    theirs = source is not None and any(name in FILES for name, _ in source.files)
-    if theirs or not has_rule(fields_of, chats.pictures):
+    if _says(source, chats.pictures) or not has_rule(fields_of, chats.pictures):
         return shown if chats.template else {}
     config = parse_config(Path("config.json"), (source.config if source else b"") or hf.config_bytes(model))
     names = media_names(rules.ids, chats.pictures.video, tokenizer, "data")
     # transformers looks for the template of a whole processor in this file alone.
     return {**shown, **processor_files(chats.pictures, config, rules, names, tokenizer)}
+
+
+def _says(source: Source | None, pictures: Pictures) -> bool:
+    """Returns whether the folder that a model came from says that images become patches in this way."""
+    if source is None or not any(name in FILES for name, _ in source.files):
+        return False
+    try:
+        found = read_pictures({**dict(source.files), "config.json": source.config}, "the source")
+    except ValueError:
+        return False  # It says something that lf does not do, and so not what this run does.
+    return attrs.evolve(found, video=pictures.video) == pictures

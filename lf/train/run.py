@@ -47,7 +47,7 @@ from lf.models.spec import (
 )
 from lf.models.weights import WeightMap
 from lf.parallel.config import Hetero, megatron_part, resolve
-from lf.train.chats import chat_files
+from lf.train.chats import files_beside
 from lf.train.checkpoint import CheckpointError, check_all_read, latest, on_first, open_latest
 from lf.train.comm import Comm, together
 from lf.train.config import Run
@@ -300,7 +300,7 @@ def _open_inputs(run: Run, folder: Path, reader: Reader | None, start: Start, la
     if run.eval.data is not None:
         eval_rows = _open(run.eval.data, "eval.data", 0, model, tokenizer, norms, training=False)
     if tokenizer is not None:
-        files = {**tokenizer.files, **chat_files(model, start.source, run.data, tokenizer)}
+        files = {**tokenizer.files, **files_beside(model, start.source, run.data, tokenizer)}
         tokenizer = attrs.evolve(tokenizer, files=files)
     return _Inputs(tokenizer=tokenizer, rows=rows, eval_rows=eval_rows)
 
