@@ -92,8 +92,7 @@ def open_template(path: str, tokenizer: Tokenizer, where: str) -> tuple[Template
     """Returns the template of a Jinja file, of lf (`chatml`), or of a tokenizer where `path` is empty; and its source.
 
     It is run in Jinja's sandbox, and may make 10 million characters in a million turns of its loops and calls of its
-    macros. Raises ValueError
-    where there is none, or it is no template.
+    macros. Raises ValueError where there is none, or it is no template.
     """
     if path == "chatml":
         source = CHATML
@@ -161,15 +160,9 @@ def _compile(source: str, name: str, where: str) -> Any:
                     raise MemoryError(f"its macros and functions make more than {_MOST_TEXT} characters")
             return made
 
-    def joined(values: Sequence[Any]) -> str:
-        texts = [str(value) for value in values]
-        if sum(map(len, texts)) > _MOST_TEXT:
-            raise MemoryError(f"a text of more than {_MOST_TEXT} characters")
-        return "".join(texts)
-
     env = Counting(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    env.filters |= {_COUNTED: counted, _JOINED: joined}
+    env.filters |= {_COUNTED: counted, _JOINED: _joined}
     env.globals["raise_exception"] = fail
     env.intercepted_binops = frozenset({"+", "*", "**"})
     env.binop_table |= {"+": _plus, "*": _times, "**": _power}
@@ -189,6 +182,13 @@ def _compile(source: str, name: str, where: str) -> Any:
         raise ValueError(
             f"{where}.template: {name} cannot be read as a Jinja template ({_told(error)}); correct it"
         ) from error
+
+
+def _joined(values: Sequence[Any]) -> str:
+    texts = [str(value) for value in values]
+    if sum(map(len, texts)) > _MOST_TEXT:
+        raise MemoryError(f"a text of more than {_MOST_TEXT} characters")
+    return "".join(texts)
 
 
 def _plus(left: Any, right: Any) -> Any:
