@@ -122,14 +122,15 @@ def kept_bytes(weights: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
 
 def counted(run: lf.Run, length: int, documents: int, micro: int, media: tuple[Media, ...] = ()) -> dict[str, Any]:
     """Returns the bytes of parameters, gradients, optimiser and kept activations of one step, and its collectives."""
-    engine, ctx, copy = engine_of(run)
+    engine, ctx, apart = engine_of(run)
+    copy = [p.data for each in apart if each.chunk is None for p in each.encoder.parameters()]
     chunks, batches = engine.state.chunks, batches_of(run, length, micro, media)
     if documents > 1:
         rows = run.parallel.micro_batch
         batches = [{**batch, "lengths": (length // documents,) * documents * rows} for batch in batches]
     weights = [p for chunk in chunks for p in chunk.module.parameters()]
     pictures = [batch["patches"] for batch in batches if "patches" in batch]
-    with kept_bytes([*weights, *copy, *pictures]) as kept, Calls(group_names(ctx)) as calls:
+    with kept_bytes([*weights, *copy, *pictures]) as kept, Calls(group_names(ctx, apart)) as calls:
         _, metrics = engine.step(engine.state, batches)
     held = _storages([p.data for p in weights])
     optimizer = engine.state.optimizer.optimizer
@@ -148,8 +149,8 @@ def counted(run: lf.Run, length: int, documents: int, micro: int, media: tuple[M
     }
 
 
-def engine_of(run: lf.Run) -> tuple[Any, Any, list[Tensor]]:
-    """Returns the engine and the context of this rank, and the weights of its copy of a tower that encodes apart."""
+def engine_of(run: lf.Run) -> tuple[Any, Any, list[Any]]:
+    """Returns the engine and the context of this rank, and what encodes apart on it, if something does."""
     from lf.train import decoupled
 
     made, apart = [], decoupled.apart
@@ -163,7 +164,7 @@ def engine_of(run: lf.Run) -> tuple[Any, Any, list[Tensor]]:
         engine, ctx = megatron(run)
     finally:
         decoupled.apart = apart
-    return engine, ctx, [p.data for each in made if each.chunk is None for p in each.encoder.parameters()]
+    return engine, ctx, made
 
 
 def batches_of(run: lf.Run, length: int, micro: int, media: tuple[Media, ...]) -> list[spec.Batch]:
@@ -177,12 +178,13 @@ def batches_of(run: lf.Run, length: int, micro: int, media: tuple[Media, ...]) -
     return [spec.collate(cfg, made[at : at + rows], made[0]) for at in range(0, len(made), rows)]
 
 
-def group_names(ctx: Any) -> dict[str, str]:
+def group_names(ctx: Any, apart: Sequence[Any]) -> dict[str, str]:
     """Returns the axis of each process group of this rank that has several ranks."""
     names = {"tp": "tp", "cp": "cp", "pp": "pp", "dp_cp": "dp", "expt_dp": "expert dp", "ep": "ep", "embd": "ends"}
     names |= {"expt_tp": "etp", "tp_ep": "etp*ep", "mp": "mp"}
     groups = {axis: getattr(ctx.groups, name) for name, axis in names.items() if getattr(ctx.groups, name)}
     found = {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
+    found |= {each.replica.share.group.group_name: "apart" for each in apart if each.replica.share is not None}
     return {dist.group.WORLD.group_name: "world", **found}  # type: ignore[union-attr]
 
 

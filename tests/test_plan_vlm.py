@@ -12,10 +12,11 @@ import torch
 import lf
 from lf.config import load
 from lf.models import spec
+from lf.models.layers.shared import set_share
 from lf.models.media import Media, media_flops
 from lf.models.spec import Layout, Load
 from lf.models.vision.intern_vit import InternVision
-from lf.models.vision.memory import encoder_memory, taken
+from lf.models.vision.memory import Counted, encoder_memory, taken
 from lf.models.vision.moon_vit import MoonVision
 from lf.models.vision.projector import Anyres, Projector, ProjectorModule
 from lf.models.vision.siglip import Siglip
@@ -52,7 +53,12 @@ CASES: dict[str, tuple[int, str, Any]] = {
     "apart cp2": (2, "windows", H(micro_batch=2, text=P(cp=2))),
     "apart tp2 pp2": (4, "levels", H(text=P(tp=2, pp=2))),
     "apart pp2 dp2": (4, "levels", H(text=P(pp=2, recompute="full"))),
+    "shared pp2": (2, "levels", H(text=P(pp=2), vision=P(tp=2))),
+    "shared tp2": (2, "windows", H(text=P(tp=2), vision=P(tp=2))),
+    "shared cp2 pp2": (4, "levels", H(micro_batch=2, text=P(cp=2, pp=2), vision=P(tp=2))),
+    "shared tp2 pp2": (4, "windows", H(text=P(tp=2, pp=2), vision=P(tp=2))),
     "apart, full": (2, "levels", H(text=P(pp=2), vision=P(recompute="full"))),
+    "shared, full": (2, "levels", H(text=P(pp=2), vision=P(tp=2, recompute="full"))),
 }
 
 
@@ -62,7 +68,7 @@ def some(*default: str, of: Sequence[str]) -> list[Any]:
 
 
 # What the backward makes again is hidden from the counting of what is kept; peaks see it.
-@pytest.mark.parametrize("case", some("tp2", "apart pp2", "apart tp2 pp2", of=[*CASES][:-1]))
+@pytest.mark.parametrize("case", some("tp2", "apart pp2", "apart tp2 pp2", "shared pp2", of=[*CASES][:-2]))
 def test_a_plan_is_what_a_step_holds_and_sends(workers: Workers, case: str) -> None:
     world, model, parallel = CASES[case]
     check(workers, world, MODELS[model], parallel, media=IMAGES)
@@ -91,13 +97,19 @@ TOWERS = {
 }
 
 
-@pytest.mark.parametrize(("again", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("again", "dtype", "ranks"),
+    [(False, torch.float32, 1), (True, torch.float32, 1), (False, torch.bfloat16, 1), (True, torch.float32, 2)],
+)
 @pytest.mark.parametrize("name", TOWERS)
-def test_memory_of_towers_is_what_they_take_on_a_cpu(name: str, again: bool, dtype: torch.dtype) -> None:
+def test_memory_of_towers_is_what_they_take_on_a_cpu(name: str, again: bool, dtype: torch.dtype, ranks: int) -> None:
     vision, projector, media = TOWERS[name]
-    planned = encoder_memory(vision, projector, 48, dtype, media, again=again, together=False)
+    planned = encoder_memory(vision, projector, 48, dtype, media, again=again, together=False, ranks=ranks)
     tower, joined = build_tower(vision).to(dtype), ProjectorModule(projector, tower_of(vision), 48).to(dtype)
     tower.again = again
+    share = Counted(size=ranks)
+    for part in (tower, joined):
+        set_share(part, share if ranks > 1 else None)
     for unseen in unused(vision):
         tower.get_parameter(unseen).requires_grad_(False)
     found = taken(
@@ -105,6 +117,7 @@ def test_memory_of_towers_is_what_they_take_on_a_cpu(name: str, again: bool, dty
     )
     assert planned.kept == pytest.approx(found.kept, rel=0.02)
     assert planned.working == pytest.approx(found.working, rel=0.15)
+    assert planned.sums == tuple(share.sums)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -116,15 +129,16 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
 
 JOB = Job(model=qwen3_vl_8b, parallel=P(tp=4, pp=4), world=64, batch=64, length=4096, itemsize=2, media=LARGE * 4)
 APART = attrs.evolve(JOB, vision=P())
+SHARED = attrs.evolve(JOB, vision=P(tp=2))
 
 
 def test_thousands_of_ranks_that_encode_apart_are_planned_in_seconds() -> None:
     started = time.process_time()
-    made = plan(attrs.evolve(APART, parallel=P(tp=8, pp=12), world=4032, batch=2048, known="as declared"))
+    made = plan(attrs.evolve(SHARED, parallel=P(tp=8, pp=12), world=4032, batch=2048, known="as declared"))
     text = render(made, 60 * GIB)
     assert time.process_time() - started < 10.0
     assert "images of a row, as declared: 4 of 1 x 32 x 32 patches, 1,024 tokens together\n" in text
-    assert "encoded by all 96 ranks of a replica" in text
+    assert "encoded by all 96 ranks of a replica, 2 together" in text
     assert "copy of tower and projector" in text
 
 
@@ -140,12 +154,13 @@ def test_operations_count_the_images_that_rows_have_on_average() -> None:
 
 
 def test_ranks_that_encode_apart_share_what_the_first_stage_else_does_alone() -> None:
-    alone, apart = plan(JOB), plan(APART)
+    alone, apart, shared = plan(JOB), plan(APART), plan(SHARED)
     assert apart.flops == alone.flops
     assert apart.parameters == alone.parameters
     # Forward and two backward passes, over the ranks of each replica.
     work = sum(stage.apart * stage.ranks for stage in apart.stages)
     assert work == pytest.approx(apart.media_flops)
+    assert [stage.apart for stage in shared.stages] == [stage.apart for stage in apart.stages]
     assert {stage.apart for stage in alone.stages} == {0.0}
     assert apart.bubble < alone.bubble
     assert apart.stages[1].memory["none"].parameters > alone.stages[1].memory["none"].parameters
@@ -160,7 +175,7 @@ def test_layouts_that_would_fit_name_the_fields_of_both_parts() -> None:
     for option in found:
         assert all(name == "micro_batch" or name.startswith(("text.", "vision.")) for name, _ in option.changes)
         assert option.peak <= limit
-    fastest = search(attrs.evolve(APART, world=8, parallel=P(tp=2, pp=2)), Devices())
+    fastest = search(attrs.evolve(SHARED, world=8, parallel=P(tp=2, pp=2)), Devices())
     assert [each.seconds for each in fastest] == sorted(each.seconds for each in fastest)
     assert all(each.job.vision is not None for each in fastest)
 
@@ -183,7 +198,6 @@ def test_images_of_a_row_are_those_of_the_data_or_declared() -> None:
         ({}, None, "the data cannot say what images a row has .* declare them by --images and --grid"),
         ({"model": DENSE}, LARGE, "--images = 1, but .*Qwen3 takes no images; leave it out"),
         ({"model": DENSE, "parallel": H()}, None, "Qwen3 has no images to encode"),
-        ({"parallel": H(vision=P(tp=2))}, LARGE, "parallel.vision.tp = 2: plans are made for towers that are whole"),
         ({"parallel": H(text=P(tp=3))}, LARGE, "parallel.text.tp \\* cp \\* pp = 3 .* does not divide the world of 4"),
         ({}, LARGE * 20, "images of the plan: 20 take 5,120 tokens of a row, which has 4,096"),
         ({}, (Media(grids=((1, 31, 32),)),), "images of the plan: a picture of 31 x 32 patches cannot be joined"),

@@ -229,7 +229,8 @@ class Message:
     op: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
     """What it does."""
     axis: str
-    """The ranks that take part: a degree of parallelism by name, `mp` (tp and pp together), or `replica` (and cp)."""
+    """The ranks that take part: a degree of parallelism by name, `mp` (tp and pp together), `replica` (and cp), or
+    `apart`, those that encode an image together."""
     size: int
     """Bytes of one call: of the whole tensor, before a reduce-scatter and after an all-gather; of what a rank sends."""
     calls: int = 1

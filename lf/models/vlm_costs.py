@@ -1,7 +1,8 @@
 """What the tower and the projector of a vision-language model hold, keep, compute and send, beside its decoder.
 
 Memory is counted on their own modules (`lf.models.vision.memory`), operations are `media_flops`. Where all ranks of a
-replica encode (`Layout.apart`), the images of a step are taken as spread evenly over them, and over the row.
+replica encode (`Layout.apart`), the images of a step are taken as spread evenly over them, and over the row; those that
+share a tower, as taking turns evenly in sending what they make.
 """
 
 import functools
@@ -65,6 +66,11 @@ class _Images:
         return self.layout.tp * self.layout.cp * self.layout.pp
 
     @property
+    def encoders(self) -> int:
+        """Ranks of a replica that encode images of their own, or groups of ranks that do so together."""
+        return self.ranks // max(1, self.layout.apart)
+
+    @property
     def away(self) -> float:
         """Share of what a rank encodes that other ranks take, where it may be taken by itself."""
         return 1.0 if self.layout.pp_rank else 1.0 - 1.0 / (self.layout.tp * self.layout.cp)
@@ -87,6 +93,7 @@ class _Images:
             load.media,
             again=load.media_again,
             together=together,
+            ranks=max(1, self.layout.apart),
         )
 
 
@@ -158,10 +165,12 @@ def _placed(images: _Images) -> tuple[Block, ...]:
 
 def _apart(images: _Images) -> Block:
     """Returns tower and projector where all ranks of a replica encode, each its share of the images of a step."""
-    load, first = images.load, images.layout.pp_rank == 0
-    # A tower is whole on every rank (vision.tp = 1), and images are not cut: the heaviest rank has a whole number.
-    number = math.ceil(load.micro * load.rows * load.usual * len(load.media) / images.ranks)
+    load, first, shared = images.load, images.layout.pp_rank == 0, images.layout.apart
+    # Images are not cut: the heaviest encoder has a whole number.
+    number = math.ceil(load.micro * load.rows * load.usual * len(load.media) / images.encoders)
     rows = number / max(1, len(load.media))
+    # What each of the ranks that share a tower does for itself, the embedding of patches, is little.
+    forward = rows * images.forward / shared
     taken, made = images.memory(together=True), round(rows * images.features * images.vector)
     sent, returned = _sent(images)
     kept = {
@@ -169,22 +178,23 @@ def _apart(images: _Images) -> Block:
         "patches": round(rows * images.pixels),
         "features": made,
         "features on their way": sum(each.size * each.calls for each in sent),
-        "gradients on their way": round(made * images.away),
+        "gradients on their way": round(made * images.away / shared),
     }
     weights = _weights(images.cfg, summed=False, copy=not first)
     trained = sum(weight.size for weight in _weights(images.cfg, summed=False) if not weight.frozen)
     # All gradients at once, then one float32 row of them to be summed, by way of float32 copies.
     gradients = trained * (load.itemsize + WIDE + (0 if load.itemsize == WIDE else WIDE))
     every = [Message(op="broadcast", axis="pp", size=weight.size * load.itemsize) for weight in weights]
+    sums = [Message(op="all_reduce", axis="apart", size=round(rows * size)) for size in taken.sums]
     return Block(
         name=NAME if first else f"copy of {NAME}",
         step=True,
         weights=weights,
         saved=tuple(kept.items()),
         working=made + max(round(rows * taken.working), gradients - kept["activations"]),
-        forward=rows * images.forward,
-        again=rows * images.forward * load.media_again,
-        messages=(*sent, *returned, *every, Message(op="all_reduce", axis="mp", size=trained * WIDE)),
+        forward=forward,
+        again=forward * load.media_again,
+        messages=(*sums, *sent, *returned, *every, Message(op="all_reduce", axis="mp", size=trained * WIDE)),
     )
 
 
@@ -198,7 +208,7 @@ def _sent(images: _Images) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     if not number:
         return (), ()
     takers, copies = layout.tp * layout.cp, layout.tp * layout.cp // images.parts
-    sources = min(number, ranks)
+    sources = min(number, images.encoders)
     # An image somewhere in the row lies in one piece of it, and in more as it is longer.
     piece = load.rows * load.length / (images.parts * (2 if layout.cp > 1 else 1))
     touched = min(images.parts, number / sources * (1 + (images.features / len(load.media) - 1) / piece))

@@ -81,7 +81,7 @@ class Traffic:
 
     axis: str
     """The ranks that take part: a degree of parallelism, `dp` with the ranks of cp, or the stages' `ends`; `mp` is tp
-    and pp together, a `replica` all ranks that share a model."""
+    and pp together, a `replica` all ranks that share a model, `apart` those of them that encode an image together."""
     op: str
     """The collective."""
     ranks: int

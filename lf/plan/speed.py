@@ -60,6 +60,7 @@ def spans(job: Job) -> dict[str, int]:
         "ends": job.world,
         "mp": job.world,
         "replica": job.world,
+        "apart": p.apart if p.apart and p.tp * p.cp % p.apart == 0 else job.world,
     }
 
 

@@ -76,6 +76,7 @@ def _images(plan: Plan) -> str:
     tokens = sum(media_tokens(job.model, item) for item in job.media)
     usual = "" if job.usual == 1.0 else f", of which rows have {job.usual:.0%} on average"
     who = f"all {at.tp * at.cp * at.pp} ranks of a replica" if job.vision else "the ranks of stage 0"
+    who += f", {at.apart} together" if at.apart > 1 else ""
     return (
         f"images of a row, {job.known}: {', '.join([*named, *more * (len(grids) > GRIDS)]) or 'none'}, "
         f"{tokens:,} tokens together{usual}\n"

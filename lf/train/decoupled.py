@@ -94,8 +94,7 @@ def apart(cfg: ModelConfig, chunks: Sequence[Any], optim: OptimConfig, ctx: Ctx,
         replica=replica(ctx.layout, ctx.device.torch_type),
         ctx=ctx,
     )
-    if made.replica.share is not None:
-        set_share(encoder, made.replica.share)
+    set_share(encoder, made.replica.share)
     made.copy(made.tensors)
     return made
 

@@ -49,10 +49,6 @@ def job_of(run: Run, world: int, *, length: int = 0, media: tuple[Media, ...] | 
         raise ValueError(
             f"parallel = Hetero: {type_name(model)} has no images to encode; set parallel to what parallel.text is"
         )
-    if vision is not None and vision.tp > 1:
-        raise ValueError(
-            f"parallel.vision.tp = {vision.tp}: plans are made for towers that are whole on every rank; plan with 1"
-        )
     most, usual, known = _images(run, model, media)
     return Job(
         model=model,

@@ -34,6 +34,10 @@ class Share:
         """Returns this rank's part of a tensor, which shares its memory."""
         return whole.chunk(self.size, dim)[self.rank]
 
+    def add(self, part: Tensor) -> None:
+        """Makes a tensor the sum of those of all ranks."""
+        dist.all_reduce(part, group=self.group)
+
 
 class SharedModule(nn.Module):
     """An attention, an MLP or a projector."""
@@ -62,8 +66,8 @@ class SharedModule(nn.Module):
         return total if linear.bias is None else total + linear.bias
 
 
-def set_share(module: nn.Module, share: Share) -> None:
-    """Makes every shared part of a module compute with this rank's share alone."""
+def set_share(module: nn.Module, share: Share | None) -> None:
+    """Makes every shared part of a module compute with this rank's share alone; None is the whole."""
     for part in module.modules():
         if isinstance(part, SharedModule):
             part.share = share
@@ -71,18 +75,18 @@ def set_share(module: nn.Module, share: Share) -> None:
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
+        ctx.share = share
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        share.add(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Summed.apply(grad, ctx.group), None
+        return _Summed.apply(grad, ctx.share), None
 
 
 def summed(x: Tensor, share: Share) -> Tensor:
     """Returns the sum over the ranks, each of which has a gradient of its own of it."""
-    total: Tensor = _Summed.apply(x, share.group)
+    total: Tensor = _Summed.apply(x, share)
     return total

@@ -1,4 +1,4 @@
-"""How much memory a tower and a projector take, counted on the meta device: shapes alone, no values.
+"""What memory a tower and a projector take, and what they sum, counted on the meta device: shapes alone, no values.
 
 Shapes: B pictures, heads, L patches of a picture, D head width, N patches, F numbers of a patch, M media tokens.
 """
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lf.models.layers.shared import Share, set_share
 from lf.models.media import Media
 from lf.models.vision.projector import Projector, ProjectorModule
 from lf.models.vision.tower import TowerModule, VisionConfig, build_tower, tower_of, unused
@@ -29,6 +30,24 @@ class Taken:
     """What the forward keeps for the backward."""
     working: int
     """What is alive at most besides that."""
+    sums: tuple[int, ...] = ()
+    """Those of each sum over the ranks that encode together."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Counted(Share):
+    """A share whose sums are counted and not made."""
+
+    group: None = None
+    """No other rank is there."""
+    rank: int = 0
+    """This rank's place: shares are alike."""
+    sums: list[int] = attrs.field(factory=list)
+    """Bytes of each sum until now."""
+
+    def add(self, part: Tensor) -> None:
+        """Counts a sum."""
+        self.sums.append(part.nbytes)
 
 
 @functools.lru_cache(maxsize=8)
@@ -51,10 +70,11 @@ def encoder_memory(
     *,
     again: bool,
     together: bool,
+    ranks: int = 1,
 ) -> Taken:
     """Returns what encoding images and videos takes; with `again` the backward makes each layer's activations again.
 
-    `together` is that of `taken`.
+    `ranks` encode them together, and it is what one of them takes. `together` is that of `taken`.
     """
     parts = encoder_parts(vision, projector, out, dtype)
     tower, joined = parts["vision"], parts["projector"]
@@ -62,8 +82,11 @@ def encoder_memory(
     assert isinstance(joined, ProjectorModule)
     tower.again = again
     tower.run = functools.partial(_run, tower)  # type: ignore[method-assign]
+    share = Counted(size=ranks)
+    set_share(parts, share if ranks > 1 else None)
     patches_NF = torch.empty(sum(item.patches for item in media), joined.tower.numbers, device="meta")
-    return taken(tower, joined, patches_NF, media, together=together)
+    found = taken(tower, joined, patches_NF, media, together=together)
+    return attrs.evolve(found, sums=tuple(share.sums))
 
 
 def taken(
