@@ -276,6 +276,8 @@ def test_a_run_that_cannot_be_planned_is_refused() -> None:
         job_of(attrs.evolve(run_of(DENSE), model=None), 1)
     with pytest.raises(ValueError, match=r"nothing says what lf.models.toy.Toy costs, so it has no plan"):
         job_of(run_of(Toy()), 1)
+    with pytest.raises(ValueError, match=r"balance.tokens and balance.patches cap micro-batches"):
+        job_of(run_of(DENSE, balance=lf.Balance(tokens=64)), 1)
     with pytest.raises(ValueError, match=r"lf.data.config.DataConfig does not say how long a row is; give --length"):
         job_of(run_of(DENSE, data=DataConfig()), 1)
     with pytest.raises(ValueError, match=r"parallel.tp = 4 does not divide model.attention.kv_heads = 2"):

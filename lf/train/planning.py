@@ -33,7 +33,12 @@ def job_of(run: Run, world: int, *, length: int = 0, media: tuple[Media, ...] | 
     if text is None:
         raise ValueError(
             f"parallel = {type(run.parallel).__name__}: plans are made for the Megatron path alone; set parallel to "
-            "lf.MegatronParallel(...)"
+            "lf.MegatronParallel(...) or lf.Hetero(...)"
+        )
+    if run.balance is not None and (run.balance.tokens or run.balance.patches):
+        raise ValueError(
+            "balance.tokens and balance.patches cap micro-batches, whose number a plan cannot know then; set both to 0 "
+            "to plan"
         )
     model = run.model
     if model is None:
@@ -41,7 +46,10 @@ def job_of(run: Run, world: int, *, length: int = 0, media: tuple[Media, ...] | 
             raise ValueError("model = None and init is empty, so there is nothing to plan; set model, or init=FOLDER")
         model = hf.read_config(Path(run.init).expanduser(), None)
     if not has_rule(blocks, model):
-        raise ValueError(f"parallel = MegatronParallel: nothing says what {type_name(model)} costs, so it has no plan")
+        raise ValueError(
+            f"parallel = MegatronParallel: nothing says what {type_name(model)} costs, so it has no plan; "
+            "give a decoder or a vision-language model, or a rule of `blocks` for its type"
+        )
     if not (length or row_length(run.data)):
         raise ValueError(f"data = {type_name(run.data)} does not say how long a row is; give --length TOKENS")
     vision = run.parallel.vision if isinstance(run.parallel, Hetero) else None

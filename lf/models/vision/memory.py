@@ -3,6 +3,7 @@
 Shapes: B pictures, heads, L patches of a picture, D head width, N patches, F numbers of a patch, M media tokens.
 """
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +77,7 @@ def encoder_memory(
 
     `ranks` encode them together, and it is what one of them takes. `together` is that of `taken`.
     """
-    parts = encoder_parts(vision, projector, out, dtype)
+    parts = copy.deepcopy(encoder_parts(vision, projector, out, dtype))
     tower, joined = parts["vision"], parts["projector"]
     assert isinstance(tower, TowerModule)
     assert isinstance(joined, ProjectorModule)
