@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 import lf
 from lf.data import clips as media
@@ -450,6 +451,7 @@ def test_a_cache_that_is_not_what_it_was_is_refused(home: Path, tmp_path: Path) 
     assert "was changed" in broken(
         lambda cache: (cache / "index.json").write_text((cache / "index.json").read_text().replace("disc", "dusk"))
     )
+    assert "was changed" in broken(lambda cache: (cache / "index.json").write_text('{"format": 3}'))
     assert "no cache of latents" in broken(shutil.rmtree)
     for name in ("rows-00001.safetensors", "empty.safetensors"):
         assert f"{name} has other bytes than when it was made; copy" in broken(
@@ -491,6 +493,9 @@ def test_a_cache_is_of_the_bytes_of_its_media_and_ended_once(home: Path, tmp_pat
     (cache / "index.json").unlink()
     (cache / "rows-00001.safetensors").rename(tmp_path / "kept")
     with pytest.raises(ValueError, match=r"rows-00001\.safetensors is missing; copy"):
+        write_again(cache, source)
+    save_file({}, cache / "rows-00001.safetensors")
+    with pytest.raises(ValueError, match=r"rows-00001\.safetensors does not say what its rows are .*; copy"):
         write_again(cache, source)
     (tmp_path / "kept").rename(cache / "rows-00001.safetensors")
     picture = np.asarray(media.read_picture(source / "c.png"))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -12,15 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from lf.data.encode import encode_pixels, open_vae
+from lf.data.encode_text import pipeline_class
 from lf.data.latents import LatentData, open_latents
 from lf.models import spec
 from lf.models.diffusion.flow import ConstantShift, Flow, Sampling, schedule
-from lf.models.diffusion.latent import latent_batch, with_draws
+from lf.models.diffusion.latent import LatentModel, latent_batch, with_draws
+from lf.models.diffusion.qwen_image import qwen_image_tiny
 from lf.models.diffusion.sample import How, sample_row, solve
 from lf.models.diffusion.wan import Wan, wan_tiny
 from lf.train.start import export
 from scripts.generate import main
-from scripts.media.painting import Media, _settled
+from scripts.media.painting import Media, _room, _settled
 from tests.latent_tools import tiny
 from tests.media_tools import make_media, make_pipeline
 from tests.test_latents import command
@@ -148,7 +151,7 @@ def test_a_row_of_a_cache_asks_for_its_size(home: Path, tmp_path: Path, capsys: 
     assert "leave out --image" in capsys.readouterr().err
 
 
-def test_a_first_frame_is_kept_or_conditions(home: Path, tmp_path: Path) -> None:
+def test_a_first_frame_is_kept_or_conditions(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a.safetensors"
     image = ("--image", str(home / "media/c.png"), "--frames", "5", "--out", str(out))
     assert main(["media", str(home / "pipeline"), *ASK, *image]) == 0
@@ -163,6 +166,23 @@ def test_a_first_frame_is_kept_or_conditions(home: Path, tmp_path: Path) -> None
     assert main([*asked, *image]) == 0
     assert np.isfinite(load_file(out)["latents"].numpy()).all()
     assert main([*asked, "--out", str(out)]) == 1
+    assert "one first frame, and 0 are given; give one --image" in capsys.readouterr().err
+    write_transformer(tmp_path / "read", 3, attrs.evolve(MODEL, in_channels=12, image_dim=20))
+    assert main(["media", str(tmp_path / "read"), *asked[2:], *image]) == 1
+    assert "has no image_encoder; give" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cfg", "count", "words"),
+    [
+        (qwen_image_tiny, 1, "takes no first frame, and 1 are given; leave out --image"),
+        (MODEL, 2, "takes one first frame, and 2 are given; give one --image"),
+    ],
+)
+def test_pictures_that_a_model_does_not_take_are_refused(cfg: LatentModel, count: int, words: str) -> None:
+    vae = SimpleNamespace(channels=4, spatial=8, temporal=4)
+    with pytest.raises(ValueError, match=words):
+        _room(Media(folder=Path(), image=(Path("a.png"),) * count), cfg, vae, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -206,11 +226,33 @@ def test_folders_that_do_not_fit_are_refused(home: Path, tmp_path: Path, capsys:
     assert main(["media", str(tmp_path / "two"), *ASK, "--out", str(tmp_path / "a.png")]) == 0
 
 
-def test_a_whole_pipeline_says_boundary_and_shift(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheduler", "shift"),
+    [
+        ({"flow_shift": 3.0}, 3.0),
+        ({"shift": 3.0}, 3.0),
+        ({"shift": 3.0, "use_dynamic_shifting": False}, 3.0),
+        ({"shift": 3.0, "use_dynamic_shifting": True}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_a_whole_pipeline_says_boundary_and_shift(tmp_path: Path, scheduler: dict[str, Any], shift: float) -> None:
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "model_index.json").write_text('{"boundary_ratio": 0.9}')
-    (tmp_path / "scheduler/scheduler_config.json").write_text('{"flow_shift": 3.0}')
+    (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
     told = _settled(Media(folder=tmp_path))
-    assert (told.boundary, told.shift) == (0.9, 3.0)
+    assert (told.boundary, told.shift) == (0.9, shift)
     told = _settled(Media(folder=tmp_path, boundary=0.8, shift=5.0))
     assert (told.boundary, told.shift) == (0.8, 5.0)
+
+
+def test_files_of_a_pipeline_that_hold_no_object_are_named(tmp_path: Path) -> None:
+    (tmp_path / "scheduler").mkdir()
+    for name in ("scheduler/scheduler_config.json", "model_index.json"):
+        (tmp_path / "model_index.json").write_text("{}")
+        for held, words in (("[]", "holds no object"), ("{", "cannot be read")):
+            (tmp_path / name).write_text(held)
+            with pytest.raises(ValueError, match=rf"{name} {words}.*; fetch the pipeline again"):
+                _settled(Media(folder=tmp_path))
+    with pytest.raises(ValueError, match=r"model_index\.json cannot be read"):
+        pipeline_class(tmp_path)

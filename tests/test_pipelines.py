@@ -63,7 +63,8 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_vae(folder / "vae")
     make_texts(folder)
     make_clip(folder)
-    write_scheduler(folder, shift=5.0)
+    # Not the 5.0 that Wan has itself.
+    write_scheduler(folder, shift=3.0)
     write_transformer(folder / "transformer", 0, I2V)
     clip = {
         "image_encoder": ["transformers", "CLIPVisionModel"],
@@ -112,6 +113,10 @@ def pictures(folder: Path, **sizes: tuple[int, int]) -> list[Path]:
         coarse = rng.integers(0, 255, (height // 8, width // 8, 3), np.uint8)
         Image.fromarray(coarse.repeat(8, 0).repeat(8, 1)).save(folder / f"{name}.png")
     return [folder / f"{name}.png" for name in sizes]
+
+
+def shown(paths: list[Path]) -> list[Any]:
+    return [told for path in paths for told in ("--image", path)]
 
 
 def opened(paths: list[Path]) -> list[Any]:
@@ -184,7 +189,7 @@ def test_wan_animates_a_picture_as_diffusers_does_and_so_does_what_it_writes(wan
 
     paths = pictures(tmp_path, first=(32, 48))
     out = tmp_path / "a.safetensors"
-    asked = ("--prompt", "a &amp;  red disc", "--image", *paths, "--size", "32x48", "--frames", 9)
+    asked = ("--prompt", "a &amp;  red disc", *shown(paths), "--size", "32x48", "--frames", 9)
     ours = painted(wan, *asked, "--guidance", 3, "--out", out, "--write-pipeline", tmp_path / "p")
     reader = transformers.CLIPImageProcessorPil.from_pretrained(wan / "image_processor")
     pipe = even(diffusers.WanImageToVideoPipeline.from_pretrained(tmp_path / "p", image_processor=reader))
@@ -261,7 +266,7 @@ def test_edits_are_those_of_diffusers(qwen: Path, tmp_path: Path, small: None, k
     # What a caption's embeddings are depends on which of the two it is, and so does their hash.
     assert (texts_digest(source) == texts_digest(qwen)) == (count == 2)
     paths = pictures(tmp_path, tall=(96, 40), wide=(48, 80))[-count:]
-    asked = ("--prompt", "a red disc's (left), right", "--image", *paths, "--guidance", 3)
+    asked = ("--prompt", "a red disc's (left), right", *shown(paths), "--guidance", 3)
     ours = painted(source, *asked, "--out", tmp_path / "a.safetensors", "--write-pipeline", tmp_path / "p")
     pipe, shape = editing(tmp_path / "p", kind), tuple(ours.shape)
     assert shape[1:] == (1, *(side // 8 for side in resized_to(SMALL, (48, 80))))
@@ -375,15 +380,34 @@ def test_captions_of_wan_are_cleaned_as_by_its_pipeline() -> None:
     assert clean("caf\u00c3\u00a9") == "caf\u00e9"
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "kind", "told"),
+    [
+        ("QwenImageEditPipeline", "umt5", "edits with qwen2_5_vl; give a pipeline whose text_encoder is one"),
+        ("WanPipeline", "t5", "captions with umt5 or qwen2_5_vl; give"),
+    ],
+)
+def test_a_text_encoder_that_lf_does_not_know_is_refused_with_those_that_it_could_be(
+    tmp_path: Path, pipeline: str, kind: str, told: str
+) -> None:
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "text_encoder/config.json").write_text(json.dumps({"model_type": kind}))
+    write_index(tmp_path, pipeline)
+    with pytest.raises(ValueError, match=f"text_encoder/config.json states model_type '{kind}', and lf encodes {told}"):
+        open_texts(tmp_path)
+
+
 def test_edits_without_their_pictures_are_refused(
     qwen: Path, tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = open_texts(qwen)
-    with pytest.raises(ValueError, match=r"holds <.image_pad.>, which stands for a picture"):
+    with pytest.raises(ValueError, match=r"x: the caption .* holds <.image_pad.>, which stands for a picture"):
         check_caption(texts, "x", "a <|image_pad|>", 999, [(64, 64)])
     single = attrs.evolve(texts, edit=EDITS["QwenImageEditPipeline"])
     with pytest.raises(ValueError, match="x has 2 references, and the pipeline takes one"):
         check_caption(single, "x", "a", 999, [(64, 64)] * 2)
+    with pytest.raises(ValueError, match="x: a picture of 1x9000 is too long for its width; cut it"):
+        check_caption(texts, "x", "a", 999, [(1, 9000)])
     with pytest.raises(ValueError, match="embeddings, pictures included, and the model takes 99"):
         check_caption(texts, "x", "a", 99, [(64, 64)])
     assert main(["media", str(qwen), "--prompt", "a red disc", "--size", "64x64", *STEPS]) == 1

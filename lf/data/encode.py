@@ -55,18 +55,20 @@ def digest_of(*folders: Path) -> str:
     return made.hexdigest()
 
 
+def json_file(file: Path, cure: str) -> dict[str, Any]:
+    """Returns the object in a JSON file; raises ValueError with the cure where there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); {cure}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no object; {cure}")
+    return found
+
+
 def stated(folder: Path) -> dict[str, Any]:
     """Returns the config.json of a folder; raises ValueError where there is none."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{file} cannot be read ({error}); give a diffusers pipeline with vae/ and text_encoder/"
-        ) from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} must hold an object; fetch the folder again")
-    return config
+    return json_file(folder / "config.json", "give a whole diffusers pipeline, with vae/ and text_encoder/")
 
 
 def scaling(config: Mapping[str, Any], where: Path) -> tuple[Tensor, Tensor]:
@@ -96,7 +98,10 @@ def open_vae(folder: Path, device: str = "cpu") -> Vae:
     config = stated(folder)
     kind = config.get("_class_name")
     if kind not in VAES:
-        raise ValueError(f"{folder / 'config.json'} states {kind!r}; lf encodes with {' and '.join(VAES)}")
+        raise ValueError(
+            f"{folder / 'config.json'} states {kind!r}, and lf encodes with {' and '.join(VAES)}; give a pipeline that "
+            "has one of them as its vae"
+        )
     mean, std = scaling(config, folder / "config.json")
     try:
         import diffusers

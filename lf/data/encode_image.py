@@ -43,7 +43,10 @@ def open_images(pipeline: Path, device: str = "cpu") -> Images | None:
         return None
     kind = stated(folder).get("model_type")
     if kind != "clip_vision_model":
-        raise ValueError(f"{folder / 'config.json'} states model_type {kind!r}; lf encodes with clip_vision_model")
+        raise ValueError(
+            f"{folder / 'config.json'} states model_type {kind!r}, and lf encodes first frames with clip_vision_model; "
+            "give a pipeline whose image_encoder is one"
+        )
     try:
         from transformers import CLIPVisionModel
     except ImportError as error:

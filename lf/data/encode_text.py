@@ -7,7 +7,6 @@ Shapes: H height, W width of a picture; L length, D width of a text.
 """
 
 import html
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lf.data.cache import key_of
-from lf.data.encode import digest_of, stated
+from lf.data.encode import digest_of, json_file, stated
 
 Size = tuple[int, int]
 """Height and width of a picture."""
@@ -103,10 +102,7 @@ def pipeline_class(pipeline: Path) -> str:
     file = pipeline / "model_index.json"
     if not file.is_file():
         return ""
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8")).get("_class_name") or "")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); fetch the pipeline again") from error
+    return str(json_file(file, "fetch the pipeline again").get("_class_name") or "")
 
 
 def texts_digest(pipeline: Path) -> str:
@@ -163,8 +159,12 @@ def open_texts(pipeline: Path, device: str = "cpu", dtype: torch.dtype = torch.f
     folder = pipeline / "text_encoder"
     kind, edit = stated(folder).get("model_type"), EDITS.get(pipeline_class(pipeline))
     known = {"umt5": "UMT5EncoderModel", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
-    if kind not in known or (edit and kind != "qwen2_5_vl"):
-        raise ValueError(f"{folder / 'config.json'} states model_type {kind!r}; lf encodes with {', '.join(known)}")
+    fitting = ["qwen2_5_vl"] if edit else list(known)
+    if kind not in fitting:
+        raise ValueError(
+            f"{folder / 'config.json'} states model_type {kind!r}, and lf encodes {'edits' if edit else 'captions'} "
+            f"with {' or '.join(fitting)}; give a pipeline whose text_encoder is one"
+        )
     try:
         import transformers
     except ImportError as error:
@@ -262,7 +262,10 @@ def check_caption(texts: Texts, name: str, caption: str, most: int, sizes: Seque
             f"{name} has {len(sizes)} references, and the pipeline takes {'one' if edit.single else 'one or more'}; "
             "list them as `references` in a .jsonl, or give as many --image"
         )
-    tokens = texts.ids(caption, [resized_to(edit.area, size) for size in sizes] if edit else ())
+    try:
+        tokens = texts.ids(caption, [resized_to(edit.area, size) for size in sizes] if edit else ())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     if len(tokens) - texts.dropped > most:
         raise ValueError(
             f"{name}: its caption has {len(tokens) - texts.dropped} embeddings{', pictures included' * bool(sizes)}, "

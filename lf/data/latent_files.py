@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lf.data.cache import key_of, sha256_of
 from lf.data.clips import Planned
+from lf.data.encode import json_file
 from lf.data.files import TextFile, file_digests
 from lf.storage import locked, sync
 
@@ -98,7 +99,7 @@ def _keep_plan(
             raise ValueError(f"{folder} holds {', '.join(others[:3])} and no {PLAN}; give a new folder")
         _write(file, json.dumps(told))
         return
-    have = _json_of(file)
+    have = json_file(file, "make the cache again")
     wrong = [name for name in told if have.get(name) != told[name]]
     if wrong:
         was = {row["id"]: row.get("media") for row in done}
@@ -172,7 +173,11 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _rows_of(shard: Path) -> list[dict[str, Any]]:
-    return json.loads(open_shard(shard).metadata()["rows"])
+    told = (open_shard(shard).metadata() or {}).get("rows", "")
+    try:
+        return json.loads(told)
+    except ValueError as error:
+        raise ValueError(f"{shard} does not say what its rows are ({error}); {_AGAIN.format(shard.name)}") from error
 
 
 def open_shard(file: Path) -> Any:
@@ -183,20 +188,11 @@ def open_shard(file: Path) -> Any:
         raise ValueError(f"{file} cannot be read ({error}); {_AGAIN.format(file.name)}") from error
 
 
-def _json_of(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); make the cache again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no object; make the cache again")
-    return found
-
-
 def read_index(folder: Path) -> dict[str, Any]:
     """Returns the index of a cache; raises ValueError where it was changed."""
-    index = _json_of(folder / INDEX)
-    if index.get("format") != FORMAT or index["sha256"] != key_of({k: v for k, v in index.items() if k != "sha256"}):
+    index = json_file(folder / INDEX, "make the cache again")
+    told = {name: value for name, value in index.items() if name != "sha256"}
+    if index.get("format") != FORMAT or index.get("sha256") != key_of(told):
         raise ValueError(f"{folder / INDEX} was changed or is of another format; make the cache again")
     return index
 

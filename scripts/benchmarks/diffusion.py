@@ -1,7 +1,6 @@
 """lf's diffusion transformers beside a plain loop of diffusers' own, packed rows beside padded ones, and context
 parallel processes beside one."""
 
-import itertools
 import json
 import math
 import statistics
@@ -209,7 +208,7 @@ def packed(kind: Kind, cfg: LatentModel, first: Mapping[str, Tensor], args: Diff
     return summarise(times[1:], f"{kind} padded", tokens // len(grids), len(grids)), 1.0 - tokens / full
 
 
-def compare_shared(args: DiffusionBench) -> Iterator[tuple[Ratio, float]]:
+def compare_shared(args: DiffusionBench) -> Iterator[Ratio]:
     """Gives how fast two processes that share the sequence of mixed rows are beside one that has it all."""
     if not args.cp:
         return
@@ -225,7 +224,17 @@ def compare_shared(args: DiffusionBench) -> Iterator[tuple[Ratio, float]]:
                 parallel = lf.MegatronParallel(cp=2, cp_kind=how, micro_batch=len(grids))
                 run = attrs.evolve(bench_run(cfg, len(grids)), parallel=parallel)
                 tokens = sum(map(math.prod, grids)) // len(grids)
-                yield measure_run(run, f"{kind} cp2 {how}", tokens, micro_of, args.pairs, pipes), 0.0
+                yield measure_run(run, f"{kind} cp2 {how}", tokens, micro_of, args.pairs, pipes)
+
+
+def show(args: DiffusionBench, found: Ratio, padding: float) -> None:
+    """Prints a case."""
+    if args.json:
+        print(json.dumps({**attrs.asdict(found), "padding": padding}), flush=True)
+        return
+    times = (f"{1e3 * found.rows * found.length / speed:.0f}" for speed in (found.ours, found.peer))
+    told = (f"{found.ratio:.2f}", f"{found.low:.2f}-{found.high:.2f}", f"{found.cpu_ratio:.2f}")
+    print(line((f"{found.model:22}", found.length, found.rows, *times, *told, f"{padding:.0%}")), flush=True)
 
 
 def compare_diffusion(args: DiffusionBench) -> int:
@@ -238,16 +247,14 @@ def compare_diffusion(args: DiffusionBench) -> int:
     ratios = []
     try:
         with process_group(cpu):
-            for found, padding in itertools.chain(compare(args), compare_shared(args)):
-                # Two processes on one machine are another question.
-                ratios += [] if found.model.endswith(("gather", "ulysses")) else [found.ratio]
-                times = (f"{1e3 * found.rows * found.length / speed:.0f}" for speed in (found.ours, found.peer))
-                told = (f"{found.ratio:.2f}", f"{found.low:.2f}-{found.high:.2f}", f"{found.cpu_ratio:.2f}")
-                row = line((f"{found.model:22}", found.length, found.rows, *times, *told, f"{padding:.0%}"))
-                print(json.dumps({**attrs.asdict(found), "padding": padding}) if args.json else row, flush=True)
+            for found, padding in compare(args):
+                show(args, found, padding)
+                ratios.append(found.ratio)
+            if not args.json and ratios:
+                print(f"median of the cases {statistics.median(ratios):.2f}", flush=True)
+            for found in compare_shared(args):
+                show(args, found, 0.0)
     except DisagreementError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if not args.json and ratios:
-        print(f"median of the cases {statistics.median(ratios):.2f}")
     return 0

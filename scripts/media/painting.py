@@ -3,7 +3,6 @@
 Shapes: C channels, F frames, Y rows and X columns of a latent; H height, W width in pixels.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,12 +15,14 @@ import tyro
 from attrs.validators import ge, gt
 from torch import Tensor, nn
 
+from lf.data.encode import json_file
 from lf.models.diffusion.latent import LatentModel
 from lf.models.diffusion.sample import How, sample_row
 
 _SUFFIXES = {".png": "a picture", ".mp4": "a video", ".safetensors": "a latent"}
 _PLACES = ("transformer", "transformer_2")
 """Folders of a pipeline's models."""
+_AGAIN = "fetch the pipeline again"
 
 
 @attrs.frozen(kw_only=True)
@@ -45,8 +46,9 @@ class Media(How):
     """Frames, 4k + 1; 1 makes a picture."""
     fps: float = attrs.field(default=16.0, validator=gt(0.0))
     """Frames a second of the video that is written."""
-    image: tuple[Path, ...] = ()
-    """First frame of the video (Wan I2V and TI2V), or the pictures that an edit starts from (Qwen-Image-Edit)."""
+    image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """First frame of the video (Wan I2V and TI2V), or a picture that an edit starts from (Qwen-Image-Edit), which may
+    be given several times."""
     low: Path | None = None
     """Run folder or transformer of the expert of times below `boundary` (Wan2.2 A14B); a pipeline has its own."""
     out: Path = Path("sample.png")
@@ -68,10 +70,12 @@ def paint(args: Media) -> str:
     _check_out(args)
     _check_flags(args)
     device = detect(args.device)
-    starts = [open_saved(folder, "", args.config_file) for folder in (args.folder, args.low) if folder is not None]
-    for start in starts:
+    folders = [folder for folder in (args.folder, args.low) if folder is not None]
+    starts = [open_saved(folder, "", args.config_file) for folder in folders]
+    for folder, start in zip(folders, starts, strict=True):
         if not isinstance(start.model, LatentModel):
-            raise ValueError(f"{args.folder} holds a {type(start.model).__name__}, which makes no pictures")
+            kind = type(start.model).__name__
+            raise ValueError(f"{folder} holds a {kind}, which makes no pictures; give that of a diffusion model")
     cfg = cast(LatentModel, starts[0].model)
     row, decode = _asked(args, cfg, device.torch_type)
     models = [load_model(start, local_context(start.model, device)).eval() for start in starts]
@@ -90,8 +94,7 @@ def _settled(args: Media) -> Media:
     """Returns the arguments with what a folder that is a whole pipeline says itself."""
     if not (args.folder / "model_index.json").is_file():
         return args
-    stated = _stated(args.folder / "model_index.json")
-    scheduler = _stated(args.folder / "scheduler/scheduler_config.json")
+    stated = json_file(args.folder / "model_index.json", _AGAIN)
     second = args.folder / "transformer_2"
     return attrs.evolve(
         args,
@@ -99,21 +102,19 @@ def _settled(args: Media) -> Media:
         folder=args.folder / "transformer",
         low=args.low or (second if second.is_dir() else None),
         boundary=args.boundary or float(stated.get("boundary_ratio") or 0.0),
-        shift=args.shift or float(scheduler.get("flow_shift") or 0.0),
+        shift=args.shift or _stated_shift(args.folder / "scheduler/scheduler_config.json"),
     )
 
 
-def _stated(file: Path) -> dict[str, Any]:
-    """Returns what a file of a pipeline says, nothing where it is not there."""
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); fetch the pipeline again") from error
+def _stated_shift(file: Path) -> float:
+    """Returns the shift that a scheduler states, 0 where it has none or one that grows with a sample's tokens."""
+    stated = json_file(file, _AGAIN) if file.is_file() else {}
+    constant = None if stated.get("use_dynamic_shifting") else stated.get("shift")
+    return float(stated.get("flow_shift") or constant or 0.0)
 
 
 def _check_out(args: Media) -> None:
+    """Raises ValueError for a file that cannot be written."""
     kind = args.out.suffix.lower()
     if kind not in _SUFFIXES:
         raise ValueError(f"--out {args.out} is none of {', '.join(_SUFFIXES)}; name one of them")
@@ -121,6 +122,10 @@ def _check_out(args: Media) -> None:
         raise ValueError(f"--out {args.out} is {_SUFFIXES[kind]}, and --frames {args.frames}; change one of them")
     if args.pipeline is None and kind != ".safetensors":
         raise ValueError(f"--out {args.out} is decoded by a VAE: give --pipeline, or --out FILE.safetensors")
+
+
+def _check_flags(args: Media) -> None:
+    """Raises ValueError for flags that do not fit together or change nothing, and for one expert of two."""
     if args.pipeline is None and (args.cache is None or args.write_pipeline is not None):
         raise ValueError("a prompt is read by a text encoder, and a pipeline is written like one: give --pipeline")
     if bool(args.prompt) == (args.cache is not None):
@@ -131,17 +136,6 @@ def _check_out(args: Media) -> None:
         raise ValueError(f"--boundary {args.boundary} parts the times of two experts: give --low, or leave it out")
     if args.write_pipeline is not None:
         _check_target(cast(Path, args.pipeline), args.write_pipeline)
-
-
-def _check_target(source: Path, target: Path) -> None:
-    if not (source / "model_index.json").is_file():
-        raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
-    if target.exists():
-        raise ValueError(f"{target} is there already; give a new folder")
-
-
-def _check_flags(args: Media) -> None:
-    """Raises ValueError for flags that change nothing, and for one expert of a pipeline of two."""
     if args.cache is not None and (args.size or args.frames > 1):
         raise ValueError("a row of a cache has its own size and frames: leave out --size and --frames")
     if args.low is None and args.pipeline is not None and (args.pipeline / "transformer_2").is_dir():
@@ -149,6 +143,13 @@ def _check_flags(args: Media) -> None:
             f"{args.pipeline} has two experts, and {args.folder} is one: give the other as --low, perhaps "
             f"{args.pipeline / 'transformer_2'}, and the --boundary between them"
         )
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if not (source / "model_index.json").is_file():
+        raise ValueError(f"{source} has no model_index.json; give a diffusers pipeline to write one like it")
+    if target.exists():
+        raise ValueError(f"{target} is there already; give a new folder")
 
 
 def _asked(args: Media, cfg: LatentModel, device: str) -> tuple[dict[str, Any], Callable[[Tensor], Any] | None]:
@@ -228,8 +229,9 @@ def _room(args: Media, cfg: LatentModel, vae: Any, device: str) -> dict[str, Any
     if not args.image and not space.condition:
         return row
     if len(args.image) != 1 or not (space.condition or space.given):
-        takes = "takes one first frame: give one --image" if space.condition or space.given else "takes no first frame"
-        raise ValueError(f"the model {takes}, and {len(args.image)} are given")
+        one = space.condition or space.given
+        takes, cure = ("one first frame", "give one --image") if one else ("no first frame", "leave out --image")
+        raise ValueError(f"the model takes {takes}, and {len(args.image)} are given; {cure}")
     height, width = (n * vae.spatial for n in row["latents"].shape[2:])
     first = fit_picture(read_picture(args.image[0]), Bucket(frames=1, height=height, width=width))[None]
     if not space.condition:
@@ -241,7 +243,10 @@ def _room(args: Media, cfg: LatentModel, vae: Any, device: str) -> dict[str, Any
         return row
     images = open_images(cast(Path, args.pipeline), device)
     if images is None:
-        raise ValueError(f"the model reads embeddings of its first frame, and {args.pipeline} has no image_encoder")
+        raise ValueError(
+            f"the model reads embeddings of its first frame, and {args.pipeline} has no image_encoder; give the "
+            "--pipeline of the model, which has one"
+        )
     return {**row, "image": images.run(first[0])}
 
 

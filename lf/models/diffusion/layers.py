@@ -83,24 +83,18 @@ class TimeMlp(nn.Module):
         return self.down(F.silu(self.up(time_embedding(time_R, self.sinusoids).to(self.up.weight.dtype))))
 
 
+@attrs.frozen(kw_only=True, eq=False)
 class Exchange:
-    """How context parallel ranks attend to tokens that others have. Here one rank has them all."""
+    """How context parallel ranks attend to tokens [T, N, D] that others have. Here one rank has them all."""
 
-    def held(self, lengths: tuple[int, ...], place: Place) -> tuple[int, ...]:
-        """Returns how many tokens of each sample the rank has queries of."""
-        return lengths
-
-    def queries(self, x_TND: Tensor) -> Tensor:
-        """Returns the queries that the rank attends with, given those of its tokens."""
-        return x_TND
-
-    def keys(self, x_TND: Tensor) -> Tensor:
-        """Returns keys or values of the whole sequence, given those of the rank's tokens."""
-        return x_TND
-
-    def back(self, x_TND: Tensor) -> Tensor:
-        """Returns all heads of the rank's tokens, given what its queries have found."""
-        return x_TND
+    held: Callable[[tuple[int, ...], Place], tuple[int, ...]] = lambda lengths, place: lengths
+    """How many tokens of each sample the rank has queries of."""
+    queries: Callable[[Tensor], Tensor] = lambda x: x
+    """The queries that the rank attends with, given those of its tokens."""
+    keys: Callable[[Tensor], Tensor] = lambda x: x
+    """Keys or values of the whole sequence, given those of the rank's tokens."""
+    back: Callable[[Tensor], Tensor] = lambda x: x
+    """All heads of the rank's tokens, given what its queries have found."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -129,7 +123,7 @@ class Layers:
     """Puts the ranks' tokens together; what follows is computed whole by every rank."""
     place: Callable[[Place], Place] = lambda place: place
     """A rank's slice of a sequence between the matrices, given that of its context parallel rank."""
-    exchange: Exchange = attrs.field(factory=Exchange)
+    exchange: Exchange = Exchange()
     """How context parallel ranks attend."""
     config: Any = None
     """megatron-core's config, None on the torch path."""

@@ -50,7 +50,7 @@ def megatron_layers(cfg: LatentModel, ctx: spec.Ctx) -> Layers:
     def place(of: Place) -> Place:
         return (of[0] * tp.size() + tp.rank(), of[1] * tp.size()) if sp else of
 
-    kinds = {"gather": _Gathered, "ulysses": _Exchanged}
+    kinds = {"gather": _gathered, "ulysses": _exchanged}
     return Layers(
         column=functools.partial(_column, column, config, tp),
         column_of_whole=functools.partial(_column, column, whole, tp),
@@ -152,34 +152,15 @@ class _HeadNorm(Norm):
         return rms_norm(x, weight.to(x.dtype), self.eps)
 
 
-class _Gathered(Exchange):
+def _gathered(group: Any) -> Exchange:
     """Queries stay where they are, and every rank gets all keys and values."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def held(self, lengths: tuple[int, ...], place: Place) -> tuple[int, ...]:
-        return held(lengths, place)
-
-    def keys(self, x_TND: Tensor) -> Tensor:
-        whole: Tensor = GatherSequence.apply(x_TND, self.group, True)
-        return whole
+    return Exchange(held=held, keys=lambda x_TND: GatherSequence.apply(x_TND, group, True))
 
 
-class _Exchanged(Exchange):
+def _exchanged(group: Any) -> Exchange:
     """Each rank gets the whole sequence of its share of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def queries(self, x_TND: Tensor) -> Tensor:
-        return heads_for_sequence(x_TND, self.group, even=True)
-
-    def keys(self, x_TND: Tensor) -> Tensor:
-        return heads_for_sequence(x_TND, self.group, even=True)
-
-    def back(self, x_TND: Tensor) -> Tensor:
-        return sequence_for_heads(x_TND, self.group, even=True)
+    mine = functools.partial(heads_for_sequence, group=group, even=True)
+    return Exchange(queries=mine, keys=mine, back=functools.partial(sequence_for_heads, group=group, even=True))
 
 
 def placed(model: LatentModule, dp_cp: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from lf.models.diffusion.flow import Flow, LogitNormal, Sampling, TokenShift
 from lf.models.diffusion.latent import LatentModel, Space
 from lf.models.diffusion.layers import (
     TIMES,
-    TORCH,
     Attention,
     GeluMlp,
     LatentModule,
@@ -159,7 +158,7 @@ class QwenBlock(nn.Module):
 class QwenImageModel(LatentModule):
     """The module of `QwenImage`."""
 
-    def __init__(self, cfg: QwenImage, layers: Layers = TORCH) -> None:
+    def __init__(self, cfg: QwenImage, layers: Layers) -> None:
         super().__init__(layers)
         self.cfg, width, numbers = cfg, cfg.width, cfg.channels * cfg.patch**2
         self.patch = layers.sliced(nn.Linear(numbers, width))

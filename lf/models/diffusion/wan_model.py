@@ -221,7 +221,7 @@ class ImageEmbedding(nn.Module):
 class WanModel(LatentModule):
     """The module of `Wan`."""
 
-    def __init__(self, cfg: Wan, layers: Layers = TORCH) -> None:
+    def __init__(self, cfg: Wan, layers: Layers) -> None:
         super().__init__(layers)
         self.cfg, width = cfg, cfg.width
         self.patch = layers.sliced(PatchEmbedding(cfg.in_channels, width, cfg.patch))
