@@ -131,7 +131,7 @@ def test_features_are_those_that_transformers_recorded(name: str) -> None:
 
 def test_segments_attend_to_themselves_alone() -> None:
     torch.manual_seed(0)
-    lengths = (3, 5, 3, 1)
+    lengths = (2, 2, 5, 1, 2)
     q, k, v = torch.randn(3, 12, 2, 4)
     whole, at = attend(q, k, v, lengths), 0
     for length in lengths:
@@ -150,8 +150,10 @@ def test_blocks_hold_neighbours_and_orders_are_permutations() -> None:
         == sorted(block_order(GRIDS, 2).tolist())
     )
     assert sum(lengths) == len(order)
-    # 4 x 6 patches are 2 x 3 blocks: a window of 2 x 2 blocks and one of 2 x 1.
-    assert lengths[:2] == [16, 8]
+    # 4 x 6 patches are 2 x 3 blocks: a window of 2 x 2 blocks and one of 2 x 1; those of one size follow each other.
+    order, lengths = window_order([(1, 4, 6)] * 2, 2, 2)
+    assert lengths == [8, 8, 16, 16]
+    assert order[:8].tolist() == [8, 9, 10, 11, 20, 21, 22, 23]
 
 
 @pytest.mark.parametrize(("mode", "corners"), [("bilinear", True), ("bicubic", False)])

@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension (RMSNorm, arXiv:1910.07467), in x's dtype.
 
-    Without a weight it is 1. On a CPU it is computed in fp32 (fp64 for fp64) in few passes; elsewhere by torch's own
-    kernel.
+    Without a weight it is 1. On a CPU it is computed in fp32 (fp64 for fp64) in few passes, and counted so on the meta
+    device; elsewhere by torch's own kernel.
     """
-    if x.device.type != "cpu":
+    if x.device.type not in ("cpu", "meta"):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = torch.promote_types(x.dtype, torch.float32)
     return _RmsNorm.apply(x.to(wide), None if weight is None else weight.to(wide), eps).to(x.dtype)

@@ -33,9 +33,10 @@ class _CrossEntropy(torch.autograd.Function):
         mine = seen & (labels >= 0) & (labels < logits.shape[1])
         # A label of another rank, or none, stands for no column here; column 0 gets its zero.
         column = torch.where(mine, labels, 0)[:, None]
-        log_total = _log_total(logits, group)
-        log_probs = logits - log_total[:, None]
-        losses = torch.where(mine, -log_probs.gather(1, column)[:, 0], 0.0) if logits.shape[1] else 0.0 * log_total
+        log_probs = _log_probs(logits, group)
+        losses = logits.new_zeros(len(logits))
+        if logits.shape[1]:
+            losses = torch.where(mine, -log_probs.gather(1, column)[:, 0], losses)
         if group.size() > 1:
             dist.all_reduce(losses, group=group)
         ctx.save_for_backward(log_probs, column, mine, seen)
@@ -51,12 +52,13 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_logits, None, None, None
 
 
-def _log_total(logits: Tensor, group: Any) -> Tensor:
-    """Returns the logarithm of the sum of exponentials over all ranks' columns [N]."""
+def _log_probs(logits: Tensor, group: Any) -> Tensor:
+    """Returns the logarithms of the softmax over all ranks' columns, in new memory."""
     if group.size() == 1:
-        return torch.logsumexp(logits, dim=-1)
+        return torch.log_softmax(logits, dim=-1)
     top = logits.amax(dim=-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    total = (logits - top[:, None]).exp_().sum(dim=-1)
+    shifted = logits - top[:, None]
+    total = shifted.exp().sum(dim=-1)
     dist.all_reduce(total, group=group)
-    return top + total.log_()
+    return shifted.sub_(total.log_()[:, None])

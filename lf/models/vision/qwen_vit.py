@@ -3,7 +3,7 @@
 Patches come in blocks of `merge` rows and columns, as their public image processors lay them out. Rows and columns
 rotate a half of each head; frames of a video attend to themselves alone.
 
-Shapes: N patches, F numbers of a patch, W width, D head width, A angles of a head.
+Shapes: N patches, F numbers of a patch, W width, D head width.
 """
 
 import itertools
@@ -109,10 +109,10 @@ class _Attention(SharedModule):
         self.qkv = nn.Linear(cfg.width, 3 * cfg.width)
         self.proj = nn.Linear(cfg.width, cfg.width)
 
-    def forward(self, x_NW: Tensor, angles_NA: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x_NW: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns [N, W]."""
         q, k, v = self.widen(self.qkv, x_NW, 3).unflatten(-1, (3, -1, self.head)).unbind(1)
-        return self.narrow(self.proj, attend(turned(q, angles_NA), turned(k, angles_NA), v, lengths))
+        return self.narrow(self.proj, attend(turned(q, table), turned(k, table), v, lengths))
 
 
 class _Gated(SharedModule):
@@ -146,9 +146,9 @@ class _Block(nn.Module):
         self.attn = _Attention(cfg)
         self.mlp = _Gated(cfg.width, cfg.mlp) if gated else _Plain(cfg.width, cfg.mlp)
 
-    def forward(self, x_NW: Tensor, angles_NA: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x_NW: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns [N, W]."""
-        x_NW = x_NW + self.attn(self.norm1(x_NW), angles_NA, lengths)
+        x_NW = x_NW + self.attn(self.norm1(x_NW), table, lengths)
         out: Tensor = x_NW + self.mlp(self.norm2(x_NW))
         return out
 
@@ -160,9 +160,11 @@ class _PatchEmbed(nn.Module):
         self.proj = nn.Conv3d(3, cfg.width, size, size, bias=bias)
 
 
-def _angles(cfg: QwenVision, at_N2: Tensor) -> Tensor:
-    """Returns the angles [N, D / 2]: those of the row, then those of the column."""
-    return (at_N2[..., None].float() * frequencies(cfg.width // cfg.heads)).flatten(1)
+def _table(cfg: QwenVision, grids: Sequence[Grid], device: torch.device) -> Tensor:
+    """Returns cosine and sine [2, N, 1, D] of the angles of each patch: those of its row, then those of its column."""
+    angles = (places(grids, cfg.merge)[..., None].float() * frequencies(cfg.width // cfg.heads)).flatten(1)
+    angles = angles.to(device, non_blocking=True).repeat(1, 2)[:, None]
+    return torch.stack((angles.cos(), angles.sin()))
 
 
 def _frames(grids: Sequence[Grid]) -> list[int]:
@@ -179,32 +181,39 @@ class Qwen25Tower(TowerModule):
         self.blocks = nn.ModuleList(_Block(cfg, gated=True) for _ in range(cfg.depth))
 
     def forward(self, patches_NF: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the features [N, W]; patches of a window lie together meanwhile."""
+        """Returns the features [N, W]; patches of a window lie together where layers attend within windows."""
         cfg, device = self.cfg, patches_NF.device
         order, windows = window_order(grids, cfg.merge, cfg.window // cfg.patch // cfg.merge)
-        angles = _angles(cfg, places(grids, cfg.merge)[order]).to(device, non_blocking=True)
-        back = order.argsort().to(device, non_blocking=True)
-        x_NW = patch_rows(self.patch_embed.proj, patches_NF)[order.to(device, non_blocking=True)]
-        for layer, block in enumerate(self.blocks):
-            x_NW = self.run(block, x_NW, angles, _frames(grids) if layer in cfg.full else windows)
-        return x_NW[back], ()
+        order, back = order.to(device, non_blocking=True), order.argsort().to(device, non_blocking=True)
+        frames, table = _frames(grids), _table(cfg, grids, device)
+        ordered = table[:, order]
+        x_NW = patch_rows(self.patch_embed.proj, patches_NF)
+        for full, blocks in itertools.groupby(enumerate(self.blocks), lambda item: item[0] in cfg.full):
+            if not full:
+                x_NW = x_NW[order]
+            for _, block in blocks:
+                x_NW = self.run(block, x_NW, table if full else ordered, frames if full else windows)
+            if not full:
+                x_NW = x_NW[back]
+        return x_NW, ()
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, list[int]]:
     """Returns the places of all patches window by window [N], and the patches of each window.
 
-    Patches come in blocks of `merge` rows and columns; a window has `side` blocks a side, fewer at the edges.
+    Patches come in blocks of `merge` rows and columns; a window has `side` blocks a side, fewer at the edges. Windows
+    of one size follow each other.
     """
-    order, lengths, at = [], [], 0
+    windows, at = [], 0
     for t, h, w in grids:
         rows, columns = h // merge, w // merge
         blocks = torch.arange(t * rows * columns).view(t, rows, columns)
         for frame, row, column in itertools.product(range(t), range(0, rows, side), range(0, columns, side)):
             window = blocks[frame, row : row + side, column : column + side].flatten()
-            order.append((at + window[:, None] * merge**2 + torch.arange(merge**2)).flatten())
-            lengths.append(len(window) * merge**2)
+            windows.append((at + window[:, None] * merge**2 + torch.arange(merge**2)).flatten())
         at += t * h * w
-    return torch.cat(order), lengths
+    windows.sort(key=len)
+    return torch.cat(windows), [len(window) for window in windows]
 
 
 class Qwen3Tower(TowerModule):
@@ -220,12 +229,12 @@ class Qwen3Tower(TowerModule):
     def forward(self, patches_NF: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the features [N, W] of the last layer and of each level."""
         cfg, lengths = self.cfg, _frames(grids)
-        angles = _angles(cfg, places(grids, cfg.merge)).to(patches_NF.device, non_blocking=True)
+        table = _table(cfg, grids, patches_NF.device)
         x_NW = patch_rows(self.patch_embed.proj, patches_NF)
         x_NW = x_NW + self._positions(grids).to(x_NW.dtype)
         levels = {}
         for layer, block in enumerate(self.blocks):
-            x_NW = self.run(block, x_NW, angles, lengths)
+            x_NW = self.run(block, x_NW, table, lengths)
             if layer in cfg.levels:
                 levels[layer] = x_NW
         return x_NW, tuple(levels[layer] for layer in cfg.levels)

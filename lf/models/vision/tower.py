@@ -8,6 +8,7 @@ Shapes: N patches of all pictures, F numbers of a patch, W width, D head width; 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lf.models.layers.fused import rms_norm
+from lf.models.layers.rope import rotate
 from lf.models.media import Grid
 from lf.models.ranges import least
 from lf.models.spec import no_rule
@@ -127,25 +130,17 @@ class TowerModule(nn.Module):
 
 
 def attend(q_NhD: Tensor, k_NhD: Tensor, v_NhD: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Returns the full attention [N, h * D] of each of the segments of `lengths` to itself; equal ones go together."""
-    starts: dict[int, list[int]] = {}
-    at = 0
-    for length in lengths:
-        starts.setdefault(length, []).append(at)
-        at += length
-    if len(starts) == 1:
-        return _attend(q_NhD, k_NhD, v_NhD, lengths[0])
-    order = torch.cat([(torch.tensor(s)[:, None] + torch.arange(length)).flatten() for length, s in starts.items()])
-    back, order = order.argsort().to(q_NhD.device), order.to(q_NhD.device)
-    sizes = [length * len(s) for length, s in starts.items()]
-    q, k, v = (t[order].split(sizes) for t in (q_NhD, k_NhD, v_NhD))
-    parts = zip(q, k, v, starts, strict=True)
-    return torch.cat([_attend(query, key, value, length) for query, key, value, length in parts])[back]
+    """Returns the full attention [N, h * D] of each of the segments of `lengths` to itself.
 
-
-def _attend(q_NhD: Tensor, k_NhD: Tensor, v_NhD: Tensor, length: int) -> Tensor:
-    q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q_NhD, k_NhD, v_NhD))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1)
+    Equal ones that follow each other go together.
+    """
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    out = []
+    for (length, count), *part in zip(runs, *(t.split(sizes) for t in (q_NhD, k_NhD, v_NhD)), strict=True):
+        q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in part)
+        out.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
+    return torch.cat(out)
 
 
 def places(grids: Sequence[Grid], block: int) -> Tensor:
@@ -174,11 +169,12 @@ def frequencies(head: int, theta: float = 1e4) -> Tensor:
     return theta ** -(torch.arange(0, head // 2, 2, dtype=torch.float32) / (head // 2))
 
 
-def turned(x_NhD: Tensor, angles_NA: Tensor) -> Tensor:
-    """Returns heads with dim i turned with dim i + D / 2 by angle i of D / 2, in fp32, in x's dtype."""
-    cos, sin = angles_NA.cos()[:, None], angles_NA.sin()[:, None]
-    one, other = x_NhD.float().chunk(2, dim=-1)
-    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1).to(x_NhD.dtype)
+def turned(x_NhD: Tensor, table: Tensor) -> Tensor:
+    """Returns heads with dim i turned with dim i + D / 2, in fp32, in x's dtype.
+
+    `table` has cosine and sine of each patch's angles, the D / 2 twice, as fp32 [2, N, 1, D].
+    """
+    return rotate(x_NhD.float(), table).to(x_NhD.dtype)
 
 
 def resampled(table_PPW: Tensor, height: int, width: int, mode: str, *, corners: bool) -> Tensor:
@@ -207,7 +203,7 @@ class Rms(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised rows in x's dtype."""
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        return rms_norm(x.float(), None, self.eps).to(x.dtype) * self.weight
 
 
 def patch_rows(proj: nn.Module, patches_NF: Tensor) -> Tensor:
