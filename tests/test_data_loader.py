@@ -175,9 +175,13 @@ def test_after_an_error_nobody_waits_for_a_thread_that_meets_others() -> None:
         begun.set()
         return others.wait(timeout=20)
 
-    with pytest.raises(KeyboardInterrupt), prefetch(make, itertools.count(), leave=left.set, meets=True):
-        assert begun.wait(timeout=20)
-        raise KeyboardInterrupt
+    def fail() -> None:
+        with prefetch(make, itertools.count(), leave=left.set, meets=True):
+            assert begun.wait(timeout=20)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
     (thread,) = fetcher_threads()
     assert not left.is_set()
     others.set()
