@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 import lf
 from lf.data.loader import read_rows
 from lf.devices.cpu import cpu
 from lf.models.embodied.pi05 import pi05_tiny
+from lf.models.media import media_flops
 from lf.models.spec import IGNORE, fake_batch
 from lf.plan.work import Rates
 from lf.train.parity import difference
@@ -340,9 +343,21 @@ def test_even_packs_and_images_apart_leave_ranks_less_idle() -> None:
     assert all(step.bubble <= step.idle + 1e-9 for step in found.values())
 
 
-def test_measured_costs_grow_with_the_work(one_process: None) -> None:
-    costs = vlm.measured(SMALL)
-    assert all(0.0 < share < 1.0 for share in costs.forward)
-    small, large = (vlm.Sample(sides=(side,), tokens=64) for side in (4, 14))
-    (low,), (high,) = (vlm.image_costs(costs, vlm.model_of(SMALL), [sample]) for sample in (small, large))
-    assert 0.0 < low < high
+def test_costs_are_fitted_to_what_calls_take(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call takes as many seconds as it has operations, they are what the config says."""
+
+    def counted(call: Callable[[], torch.Tensor]) -> tuple[float, float]:
+        with FlopCounterMode(display=False) as forward:
+            loss = call()
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    monkeypatch.setattr(vlm, "_timed", counted)
+    cfg, costs = vlm.model_of(SMALL), vlm.measured(SMALL)
+    assert costs.packs.matrices == pytest.approx(1.0)
+    assert costs.forward[0] == pytest.approx(1 / 3)
+    # Attention is not counted on a CPU.
+    sample = vlm.Sample(sides=(4, 14), tokens=128)
+    for found, media in zip(vlm.image_costs(costs, cfg, [sample]), sample.media, strict=True):
+        assert 0.6 < found / media_flops(cfg, media) < 1.0

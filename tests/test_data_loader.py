@@ -168,6 +168,27 @@ def test_prefetch_ends_its_thread_when_left_early(taken: int) -> None:
     assert not fetcher_threads()
 
 
+def test_after_an_error_nobody_waits_for_a_thread_that_meets_others() -> None:
+    begun, others, left = threading.Event(), threading.Event(), threading.Event()
+
+    def make(step: int) -> bool:
+        begun.set()
+        return others.wait(timeout=20)
+
+    def fail() -> None:
+        with prefetch(make, itertools.count(), leave=left.set, meets=True):
+            assert begun.wait(timeout=20)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    (thread,) = fetcher_threads()
+    assert not left.is_set()
+    others.set()
+    assert left.wait(timeout=20)
+    thread.join()
+
+
 @attrs.frozen(kw_only=True)
 class Slow(Counted):
     """Rows that are read by two threads at once, or not at all; what is read is told."""

@@ -22,6 +22,7 @@ from lf.models import spec
 from lf.models.diffusion.latent import fake_rows
 from lf.models.diffusion.wan import wan_tiny
 from lf.models.embodied.pi05 import pi05_tiny
+from lf.models.embodied.pi05_model import Pi05Model
 from lf.models.spec import Layout, collate
 from lf.models.toy import Toy
 from lf.models.work import row_work
@@ -136,7 +137,7 @@ def test_an_outline_of_chats_opens_no_picture(tmp_path: Path) -> None:
 def test_a_tower_that_ranks_do_not_share_weighs_more() -> None:
     layout = Layout(tp=2, pp=2)
     assert first_rates(layout) == attrs.evolve(even_rates(), towers=4e-12)
-    assert first_rates(attrs.evolve(layout, apart=True)) == even_rates()
+    assert first_rates(attrs.evolve(layout, apart=1)) == even_rates()
 
 
 def test_a_mixture_tells_what_all_its_parts_do(tmp_path: Path) -> None:
@@ -154,7 +155,13 @@ def test_longer_rows_and_texts_of_latents_cost_more() -> None:
     costs = [seconds(even_rates(), row_work(wan_tiny, row).kinds) for row in rows]
     assert tokens == [collate(wan_tiny, [row], row)["count"] for row in rows]
     assert costs[int(np.argmax(tokens))] == max(costs)
-    assert row_work(pi05_tiny, {}) == row_work(pi05_tiny, {"id": 3})
+
+
+def test_rows_of_a_policy_cost_what_its_model_does() -> None:
+    work, batch = row_work(pi05_tiny, {}), spec.fake_batch(pi05_tiny, 1, pi05_tiny.horizon, 0)
+    before = Pi05Model(pi05_tiny).valid(batch["cameras"], batch["words"])
+    assert work.tokens == before.shape[1] + batch["actions"].shape[1]
+    assert sum(work.kinds.values()) - work.kinds["calls"] == spec.flops(pi05_tiny, 1, pi05_tiny.horizon)
 
 
 # Refusals
@@ -333,7 +340,7 @@ def leaves(late: float) -> int:
     run = run_of(DENSE, balance=lf.Balance(rates=RATES), parallel=lf.MegatronParallel(micro_batch=2))
     with own_group(distributed()) as comm:
         deal_ = dealer(run, DENSE, rows, layout, comm)
-        with prefetch(lambda step: deal_(range(8)), range(50), leave=lambda: leave(comm)) as feed:
+        with prefetch(lambda step: deal_(range(8)), range(50), leave=lambda: leave(comm), meets=True) as feed:
             for _ in range(3):
                 next(feed)
             if dist.get_rank():

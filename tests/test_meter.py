@@ -44,7 +44,7 @@ def timing(seconds: float, data: float = 0.0, tokens: int = 0, flops: float = 0.
 def report(window: tuple[Timing, ...], last: Timing, **given: object) -> StepReport:
     args = {"step": 4, "steps": 10, "loss": 1.0, "terms": {}, "grad_norm": 1.0, "lr": 0.1, "tokens": 9, "devices": 2}
     memory = Memory(used=1, peak=2, total=None)
-    return report_step(window, last, **{**args, "peak": 1e12, "memory": memory, **given})
+    return report_step(window, last, **{**args, "peak": 1e12, "memory": memory, "idle": None, **given})
 
 
 def test_the_line() -> None:

@@ -15,11 +15,8 @@ from lf.models import spec
 from lf.models.layers.shared import set_share
 from lf.models.media import Media, media_flops
 from lf.models.spec import Layout, Load
-from lf.models.vision.intern_vit import InternVision
 from lf.models.vision.memory import Counted, encoder_memory, taken
-from lf.models.vision.moon_vit import MoonVision
 from lf.models.vision.projector import Anyres, Projector, ProjectorModule
-from lf.models.vision.siglip import Siglip
 from lf.models.vision.tower import build_tower, tower_of, unused
 from lf.models.vlms.qwen_vl import qwen3_vl_8b, qwen3_vl_tiny
 from lf.plan.estimate import Job, plan, worst
@@ -30,7 +27,7 @@ from lf.train.planning import job_of
 from tests.cases import DENSE, run_of
 from tests.test_plan_counts import check, check_peak
 from tests.test_vlm_families import PUBLISHED
-from tests.vlm_cases import MODELS, QWEN2_5, QWEN3
+from tests.vlm_cases import MODELS, TOWERS
 from tests.workers import Workers
 
 P, H = lf.MegatronParallel, lf.Hetero
@@ -80,20 +77,12 @@ def test_a_peak_is_what_a_step_has_alive(workers: Workers, case: str) -> None:
     check_peak(workers, world, MODELS[model], parallel, IMAGES * 2)
 
 
-TOWERS = {
-    "qwen3": (QWEN3, Projector(), IMAGES),
-    "qwen2.5": (QWEN2_5, Projector(norm="rms"), (Media(grids=((1, 8, 8),)), Media(grids=((2, 6, 4),), kind="video"))),
-    "intern": (
-        InternVision(width=32, depth=2, mlp=48, heads=4, image=16, patch=4, norm="rms", qk_norm=True),
-        Projector(over="block"),
-        (Media(grids=((1, 4, 4), (1, 8, 8))),),
-    ),
-    "siglip": (
-        Siglip(width=32, depth=2, mlp=48, heads=4, image=16, patch=4),
-        Anyres(pinpoints=((16, 16), (16, 32))),
-        (Media(grids=((1, 4, 4),) * 3, size=(14, 30)),),
-    ),
-    "moon": (MoonVision(width=32, depth=2, mlp=48, heads=2, patch=4, side=6), Projector(mean=True), IMAGES),
+JOINED: dict[str, tuple[Projector, tuple[Media, ...]]] = {
+    "qwen3": (Projector(), IMAGES),
+    "qwen2.5": (Projector(norm="rms"), (Media(grids=((1, 8, 8),)), Media(grids=((2, 6, 4),), kind="video"))),
+    "intern rms": (Projector(over="block"), (Media(grids=((1, 4, 4), (1, 8, 8))),)),
+    "siglip": (Anyres(pinpoints=((16, 16), (16, 32))), (Media(grids=((1, 4, 4),) * 3, size=(14, 30)),)),
+    "moon": (Projector(mean=True), IMAGES),
 }
 
 
@@ -101,9 +90,9 @@ TOWERS = {
     ("again", "dtype", "ranks"),
     [(False, torch.float32, 1), (True, torch.float32, 1), (False, torch.bfloat16, 1), (True, torch.float32, 2)],
 )
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", JOINED)
 def test_memory_of_towers_is_what_they_take_on_a_cpu(name: str, again: bool, dtype: torch.dtype, ranks: int) -> None:
-    vision, projector, media = TOWERS[name]
+    vision, (projector, media) = TOWERS[name], JOINED[name]
     planned = encoder_memory(vision, projector, 48, dtype, media, again=again, together=False, ranks=ranks)
     tower, joined = build_tower(vision).to(dtype), ProjectorModule(projector, tower_of(vision), 48).to(dtype)
     tower.again = again
@@ -187,9 +176,11 @@ def test_images_of_a_row_are_those_of_the_data_or_declared() -> None:
     assert job.known == "the fullest of the data's first 256"
     assert (job.vision, job.parallel.micro_batch, job.parallel.pp) == (P(), 4, 2)
     assert job_of(run, 4, length=20, media=()).known == "as declared"
-    made = render(plan(job))
-    assert "images of a row, the fullest of the data's first 256: 1 of 1 x 8 x 8 patches, 16 tokens together" in made
-    assert "--parallel.text" in render(plan(job), 1e6) or "take more ranks" in render(plan(job), 1e6)
+    made = plan(job)
+    fullest = "images of a row, the fullest of the data's first 256: 1 of 1 x 8 x 8 patches, 16 tokens together"
+    assert fullest in render(made)
+    assert "would fit: --parallel.text.tp 1 --parallel.vision.recompute full" in render(made, 0.9 * worst(made)[1])
+    assert "no layout of as many ranks was found that fits; take more ranks" in render(made, 1e6)
 
 
 @pytest.mark.parametrize(

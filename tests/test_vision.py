@@ -230,7 +230,7 @@ def test_frames_of_a_video_become_their_mean() -> None:
         (Qwen3Vision, {"levels": (27,)}, "must lie in 0 .. 26"),
         (MoonVision, {"width": 30, "heads": 2}, "a multiple of 4"),
         (InternVision, {"image": 20}, "must be a multiple of vision.patch"),
-        (Siglip, {"image": 7}, "at least patch"),
+        (Siglip, {"image": 7}, "at least vision.patch"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(kind: Any, change: dict[str, Any], said: str) -> None:

@@ -119,13 +119,19 @@ def read_rows(rows: Rows, wanted: Sequence[int]) -> list[Row]:
 
 @contextlib.contextmanager
 def prefetch(
-    make: Callable[[int], T], steps: Iterable[int], depth: int = 2, leave: Callable[[], None] | None = None
+    make: Callable[[int], T],
+    steps: Iterable[int],
+    depth: int = 2,
+    leave: Callable[[], None] = lambda: None,
+    *,
+    meets: bool = False,
 ) -> Iterator[Iterator[Fetched[T]]]:
     """Gives an iterator over `make(step)` for each of `steps`, made in order in a thread, at most `depth` ahead.
 
     An exception in the thread is raised in the caller, with its traceback. On leaving the context the thread ends,
-    after the one item that it may be making. Where `make` waits for other ranks, `leave` is what the thread calls when
-    it ends before the last step, so that theirs do not wait for it; after an error nobody waits for the thread.
+    after the one item that it may be making. `meets` says that `make` waits for other ranks: the thread then calls
+    `leave` where it ends before the last step, so that theirs do not wait for it, and after an error nobody waits for
+    the thread.
     """
     slots = threading.Semaphore(depth)
     stop = threading.Event()
@@ -136,7 +142,7 @@ def prefetch(
             for step in steps:
                 slots.acquire()
                 if stop.is_set():
-                    if leave is not None:
+                    if meets:
                         leave()
                     return
                 made.put((step, make(step)))
@@ -158,12 +164,12 @@ def prefetch(
 
     thread = threading.Thread(target=work, name="lf-prefetch", daemon=True)
     thread.start()
-    waits = leave is None
+    joins = not meets
     try:
         yield fetch()
-        waits = True
+        joins = True
     finally:
         stop.set()
         slots.release()
-        if waits:
+        if joins:
             thread.join()

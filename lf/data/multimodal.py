@@ -31,7 +31,7 @@ from lf.data.video import Decoders
 from lf.models.media import Media, MediaRules
 from lf.models.spec import IGNORE
 from lf.plan.order import permutation
-from lf.plan.packing import WholePlan, plan_whole
+from lf.plan.packing import WholePlan, filled, plan_whole
 
 _FORMAT = 2
 _THREADS = 4
@@ -139,9 +139,7 @@ class ChatRows:
 
     def segments(self, members: Sequence[int]) -> tuple[int, ...]:
         """Returns the lengths of the samples of a row, and of its padding."""
-        lengths = [int(self.lengths[member]) for member in members]
-        padding = self.cfg.seq_len - sum(lengths)
-        return (*lengths, *((padding,) if padding else ()))
+        return filled([int(self.lengths[member]) for member in members], self.cfg.seq_len)
 
     def origin(self, sample: int) -> str:
         """Returns file and line of a sample."""

@@ -6,8 +6,9 @@ defines it (`@build_model.register`). Rules follow the class hierarchy, so a var
 Shapes: B rows of a micro-batch, S positions of a row, H width, V vocabulary.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -79,6 +80,17 @@ class Layout:
     """This rank's place among the expert parallel ranks."""
     etp_rank: int = 0
     """This rank's place among the tensor parallel ranks of an expert."""
+
+
+@contextlib.contextmanager
+def text_errors(apart: int) -> Iterator[None]:
+    """Makes errors name fields of `parallel` as those of `parallel.text` where images are apart (`Layout.apart`)."""
+    try:
+        yield
+    except ValueError as error:
+        if not apart:
+            raise
+        raise ValueError(str(error).replace("parallel.", "parallel.text.")) from error
 
 
 @attrs.frozen(kw_only=True)

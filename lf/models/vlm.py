@@ -110,11 +110,11 @@ def _(cfg: Vlm, layout: spec.Layout, length: int) -> None:
 @contextlib.contextmanager
 def _about_text(layout: spec.Layout) -> Iterator[None]:
     """Makes errors name the decoder's fields as those of a part of the model, and of the layout where it has parts."""
-    try:
-        yield
-    except ValueError as error:
-        said = str(error).replace("model.", "model.text.")
-        raise ValueError(said.replace("parallel.", "parallel.text.") if layout.apart else said) from error
+    with spec.text_errors(layout.apart):
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(str(error).replace("model.", "model.text.")) from error
 
 
 def _check_levels(cfg: Vlm, layout: spec.Layout) -> None:
@@ -129,8 +129,8 @@ def _check_levels(cfg: Vlm, layout: spec.Layout) -> None:
 
 
 def _check_shares(cfg: Vlm, ranks: int) -> None:
-    inner = cfg.projector.width or cfg.vision.width * cfg.projector.merge**2
-    sizes = {"vision.heads": cfg.vision.heads, "vision.mlp": cfg.vision.mlp, "projector.width": inner}
+    # A projector's width of 0 is vision.width * merge^2, which the heads divide.
+    sizes = {"vision.heads": cfg.vision.heads, "vision.mlp": cfg.vision.mlp, "projector.width": cfg.projector.width}
     for name, size in sizes.items():
         if ranks and size % ranks:
             raise ValueError(

@@ -1,12 +1,11 @@
 """How a run is spread over ranks: the degrees as data, and the rules they must obey."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import attrs
 from attrs.validators import ge
 
-from lf.models.spec import Layout
+from lf.models.spec import Layout, text_errors
 
 
 @attrs.frozen(kw_only=True)
@@ -91,7 +90,8 @@ def resolve(cfg: ParallelConfig, world: int) -> Layout:
     """Returns the layout of `world` ranks; raises ValueError with the cure where the degrees cannot be."""
     if isinstance(cfg, Hetero):
         _check_hetero(cfg)
-        return attrs.evolve(_within(lambda: resolve(cfg.text, world)), apart=cfg.vision.tp)
+        with text_errors(cfg.vision.tp):
+            return attrs.evolve(resolve(cfg.text, world), apart=cfg.vision.tp)
     if isinstance(cfg, TorchParallel):
         _check_replicas(cfg, world)
     if not isinstance(cfg, MegatronParallel):
@@ -125,13 +125,6 @@ def resolve(cfg: ParallelConfig, world: int) -> Layout:
         ep=cfg.ep,
         etp=cfg.etp,
     )
-
-
-def _within(made: Callable[[], Layout]) -> Layout:
-    try:
-        return made()
-    except ValueError as error:
-        raise ValueError(str(error).replace("parallel.", "parallel.text.")) from error
 
 
 def _check_hetero(cfg: Hetero) -> None:

@@ -248,13 +248,6 @@ class _Table:
         return Spread(ranks=tuple(self.rank[self.bin].tolist()), micro=tuple(place[self.bin].tolist()))
 
 
-def by_turns(count: int, ranks: int, micro: int = 1) -> Spread:
-    """Returns the spread of items dealt in their order, a micro-batch to each rank in turn: what no balancing is."""
-    each = -(-count // (ranks * micro)) or 1
-    turns = [divmod(i // each, ranks) for i in range(count)]
-    return Spread(ranks=tuple(rank for _, rank in turns), micro=tuple(turn for turn, _ in turns))
-
-
 def groups(where: Spread, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Returns the items of each rank, in their order."""
     found: list[list[int]] = [[] for _ in range(ranks)]

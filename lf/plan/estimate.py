@@ -12,7 +12,7 @@ from lf.models.media import Media, media_flops
 from lf.models.spec import Block, Layout, Load, ModelConfig, blocks, check_layout, flops
 from lf.parallel.config import Hetero, MegatronParallel, resolve
 from lf.plan.buffers import Buffer, bucket_limit, buffers, in_order
-from lf.plan.pipeline import check_passes, idle, most_held
+from lf.plan.pipeline import check_passes, idle, most_held, round_size
 
 Choice = Literal["none", "selective", "full"]
 """What the backward makes again, as `MegatronParallel.recompute` says it."""
@@ -186,7 +186,7 @@ def layout_of(job: Job) -> Layout:
 
 def micro_batches(job: Job, layout: Layout) -> int:
     """Returns the micro-batches of a rank; the interleaved schedule takes them in rounds of one for each stage."""
-    rounds = layout.pp if layout.vpp > 1 else 1
+    rounds = round_size(layout.pp, layout.vpp)
     return -(-job.batch // (job.parallel.micro_batch * layout.dp * rounds)) * rounds
 
 

@@ -7,6 +7,7 @@ Shapes: D documents, R rows of an epoch, S positions of a row.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -95,8 +96,13 @@ def pack_row(
 def segments(starts: list[int], real: int, seq_len: int) -> tuple[int, ...]:
     """Returns the `lengths` of a packed row: documents start at 0 and at `starts`, and padding fills it from `real`."""
     edges = [0, *(start for start in starts if start < real), real]
-    lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
-    return lengths + ((seq_len - real,) if real < seq_len else ())
+    return filled([stop - start for start, stop in itertools.pairwise(edges)], seq_len)
+
+
+def filled(lengths: Sequence[int], size: int) -> tuple[int, ...]:
+    """Returns the lengths of segments, with one of its own for what fills them up to `size`, where something does."""
+    rest = size - sum(lengths)
+    return (*lengths, rest) if rest else tuple(lengths)
 
 
 @attrs.frozen(kw_only=True, eq=False)

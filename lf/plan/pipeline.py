@@ -14,12 +14,17 @@ MOST_PASSES = 10_000_000
 """Passes of all stages that are replayed; more would take minutes and gigabytes."""
 
 
+def round_size(pp: int, vpp: int) -> int:
+    """Returns the micro-batches of a round, of which a rank takes whole ones: `pp` where stages have several chunks."""
+    return pp if vpp > 1 else 1
+
+
 @functools.cache
 def order(stage: int, pp: int, vpp: int, micro: int) -> tuple[Pass, ...]:
     """Returns the passes of a stage in order. With several chunks, `micro` is a multiple of `pp`."""
-    rounds = pp if vpp > 1 else 1
+    size = round_size(pp, vpp)
     table = [
-        (chunk, at) for first in range(0, micro, rounds) for chunk in range(vpp) for at in range(first, first + rounds)
+        (chunk, at) for first in range(0, micro, size) for chunk in range(vpp) for at in range(first, first + size)
     ]
     warmup = (pp - stage - 1) * 2 + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
     warmup = min(warmup, len(table))
@@ -31,8 +36,7 @@ def order(stage: int, pp: int, vpp: int, micro: int) -> tuple[Pass, ...]:
 
 def _enough(pp: int, vpp: int, micro: int) -> int:
     """Returns micro-batches after which a schedule only repeats itself, at most `micro` and with its remainder."""
-    step = pp if vpp > 1 else 1
-    return min(micro, 4 * pp + (micro - 4 * pp) % step)
+    return min(micro, 4 * pp + (micro - 4 * pp) % round_size(pp, vpp))
 
 
 def check_passes(pp: int, vpp: int, micro: int) -> None:
@@ -75,7 +79,7 @@ def idle(
     few = _enough(pp, vpp, micro)
     total = makespan(forward, backward, few)
     if few < micro:
-        step = pp if vpp > 1 else 1
+        step = round_size(pp, vpp)
         total += (micro - few) / step * (total - makespan(forward, backward, few - step))
     busy, whole = micro * sum(map(sum, [*forward, *backward])) + pp * apart, pp * (total + apart)
     return max(0.0, 1.0 - busy / whole) if whole else 0.0

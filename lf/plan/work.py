@@ -35,9 +35,9 @@ class Rates:
     """An operation of towers and projectors."""
 
 
-def even_rates(tflops: float = 1.0) -> Rates:
-    """Returns the rates of a device that does every operation equally fast: what to take before a measurement."""
-    each = 1e-12 / tflops
+def even_rates() -> Rates:
+    """Returns the rates of a device that does 1e12 operations of each kind a second: what to take unmeasured."""
+    each = 1e-12
     return Rates(matrices=each, experts=each, causal=each, window=each, full=each, towers=each)
 
 

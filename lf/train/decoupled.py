@@ -104,8 +104,7 @@ def _encode_ahead(apart: Apart, beside: Any, micro: list[Batch]) -> list[Batch]:
 
     The device computes them beside what other threads give it.
     """
-    costs = [[media_flops(apart.cfg, item) for item in batch["media"]] for batch in micro]
-    own = shares(costs, apart.replica.size)[apart.replica.rank]
+    own = shares([_costs(apart.cfg, batch) for batch in micro], apart.replica.size)[apart.replica.rank]
     with torch.no_grad(), beside:
         states = _states(apart, micro, own)
     if isinstance(beside, torch.Stream):
@@ -148,7 +147,7 @@ def plan_of(apart: Apart, micro: Sequence[Batch]) -> StepPlan:
     images = [
         Images(
             features=tuple(media_tokens(apart.cfg, item) for item in batch["media"]),
-            costs=tuple(media_flops(apart.cfg, item) for item in batch["media"]),
+            costs=_costs(apart.cfg, batch),
             taken=tuple(taken.numpy() for _, taken in batch["places"]),
         )
         for batch in micro
@@ -156,6 +155,11 @@ def plan_of(apart: Apart, micro: Sequence[Batch]) -> StepPlan:
     # Without sequence parallelism tensor parallel ranks take the same features, and each has their whole gradients.
     returns = [layout.sp or rank % layout.tp == 0 for rank in range(layout.cp * layout.tp)]
     return step_plan(images, apart.replica.size, returns, layout.apart)
+
+
+def _costs(cfg: ModelConfig, batch: Batch) -> tuple[float, ...]:
+    """Returns what encoding each image of a micro-batch costs: what decides who does, be it ahead or not."""
+    return tuple(media_flops(cfg, item) for item in batch["media"])
 
 
 def own_media(

@@ -12,6 +12,7 @@ from lf.data.source import Row, Rows, has_outlines
 from lf.models.spec import Layout, ModelConfig, has_rule, type_name
 from lf.models.work import row_work
 from lf.plan.balance import Caps, Deal, Item, deal
+from lf.plan.pipeline import round_size
 from lf.plan.work import Rates, even_rates, seconds
 from lf.train.comm import Comm, together, told
 from lf.train.config import Balance, Run
@@ -40,8 +41,7 @@ def dealer(run: Run, model: ModelConfig, rows: Rows, layout: Layout, comm: Comm)
         micro_batch=run.parallel.micro_batch,
         dp=layout.dp,
         dp_rank=layout.dp_rank,
-        # The interleaved schedule takes micro-batches in rounds of one for each stage.
-        rounds=layout.pp if layout.vpp > 1 else 1,
+        rounds=round_size(layout.pp, layout.vpp),
     )
     if run.balance is None:
         return functools.partial(by_turns, rows, share=share)

@@ -191,7 +191,7 @@ def _ahead(job: Job) -> Iterator[Iterator[Fetched[_Made]]]:
 
         steps = range(job.engine.state.step + 1, run.steps + 1)
         with (
-            prefetch(make, steps, leave=functools.partial(leave, comm) if apart else None) as read,
+            prefetch(make, steps, leave=functools.partial(leave, comm), meets=apart) as read,
             _beside(job, read, steps, apart) as feed,
         ):
             yield feed
@@ -209,8 +209,8 @@ def _beside(
         made = next(read).value
         return attrs.evolve(made, batches=ahead(made.batches))
 
-    # What is read may wait for other ranks, and so may this.
-    return prefetch(make, steps, depth=1, leave=(lambda: None) if apart else None)
+    # Where what is read waits for other ranks, so does this.
+    return prefetch(make, steps, depth=1, meets=apart)
 
 
 def train(job: Job) -> Ended:

@@ -23,6 +23,7 @@ from lf.models.spec import (
     forward,
     loss_terms,
     named_tensors,
+    text_errors,
     type_name,
 )
 from lf.parallel.config import Hetero, megatron_part
@@ -98,11 +99,11 @@ def _freeze(models: list[nn.Module], optim: OptimConfig, ctx: Ctx) -> None:
         freeze(pairs, optim)
     idle = any(not any(param.requires_grad for _, param in pairs) for pairs in own)
     if stages := sorted(over_ranks({str(ctx.layout.pp_rank): True} if idle else {})):
-        at = "parallel.text" if ctx.layout.apart else "parallel"
-        raise ValueError(
-            f"optim.freeze = {optim.freeze} leaves nothing to train on pipeline stage {', '.join(stages)}; lower "
-            f"{at}.pp or vpp, or narrow it"
-        )
+        with text_errors(ctx.layout.apart):
+            raise ValueError(
+                f"optim.freeze = {optim.freeze} leaves nothing to train on pipeline stage {', '.join(stages)}; lower "
+                "parallel.pp or vpp, or narrow it"
+            )
 
 
 def _set_weights(cfg: ModelConfig, seed: int, state: TrainState, ctx: Ctx, published: Published | None) -> None:
@@ -407,11 +408,11 @@ def _restore(state: TrainState, reader: Reader, ctx: Ctx, apart: "Apart | None")
             restore_state(optimizer, tensor, read)
 
     together(distributed(), fill, lambda _: None, CheckpointError)
-    if apart is not None:
-        apart.copy(apart.tensors)
     state.optimizer._copy_main_params_to_model_params()
     for chunk in state.chunks:
         chunk.start_param_sync(force_sync=True)
+    if apart is not None:
+        apart.copy(apart.tensors)
 
 
 def _weights(state: TrainState, ctx: Ctx) -> Callable[[str], Tensor]:

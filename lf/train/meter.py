@@ -81,7 +81,7 @@ def report_step(
     devices: int,
     peak: float | None,
     memory: Memory,
-    idle: float | None = None,
+    idle: float | None,
 ) -> StepReport:
     """Returns the report of a step of `steps`, given the window after it and the step's own timing.
 

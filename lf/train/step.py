@@ -154,6 +154,7 @@ def _weigh(cfg: ModelConfig, micro: Sequence[Batch], images: float, group: Any) 
 
     All are summed at once.
     """
+    # Summed among the loss terms, none of which begins with a space.
     counted = {" tokens": float(sum(batch["count"] for batch in micro)), " images": images}
     totals = _sum_over({**_own_weights(cfg, micro), **counted}, group)
     tokens, images = round(totals.pop(" tokens")), totals.pop(" images")

@@ -11,7 +11,7 @@ from lf.models.llm.qwen import qwen3_8b
 from lf.models.media import Media
 from lf.models.vlms.qwen_vl import qwen2_5_vl_7b
 from lf.models.work import media_work, pack_work
-from lf.plan.balance import Evenness, Item, Spread, by_turns, evenness, groups, spread
+from lf.plan.balance import Evenness, Item, Spread, evenness, groups, spread
 from lf.plan.work import even_rates, seconds
 
 TRACES = ("chat", "long tail", "two kinds", "images")
@@ -70,6 +70,13 @@ def made_items(trace: str, count: int, rng: np.random.Generator) -> list[Item]:
     return [Item(cost=seconds(rates, pack_work(text, [size])), tokens=size) for size in sizes]
 
 
+def in_turn(count: int, ranks: int, micro: int) -> Spread:
+    """Returns the spread of items dealt in their order, a micro-batch to each rank in turn: what no balancing is."""
+    each = -(-count // (ranks * micro))
+    turns = [divmod(i // each, ranks) for i in range(count)]
+    return Spread(ranks=tuple(rank for _, rank in turns), micro=tuple(turn for turn, _ in turns))
+
+
 def greedy(
     items: Sequence[Item], ranks: int, micro: int, batches: Sequence[Sequence[int]], ratio: float = 1.2
 ) -> Spread:
@@ -124,7 +131,7 @@ def compared(args: BalanceBench, trace: str) -> Iterator[Row]:
         items = made_items(trace, each * args.micro, np.random.default_rng(step))
         batches = [range(at * each, (at + 1) * each) for at in range(args.micro)]
         ways = [
-            by_turns(len(items), args.ranks, args.micro),
+            in_turn(len(items), args.ranks, args.micro),
             greedy(items, args.ranks, args.micro, batches),
             spread(items, args.ranks, args.micro),
         ]

@@ -18,6 +18,7 @@ from lf.devices.detect import apply_env, detect, early_env
 from lf.launch import split_name
 from lf.models.spec import collate
 from lf.models.work import added, row_work
+from lf.plan.pipeline import round_size
 from lf.plan.work import Rates, Work, fit, seconds
 from lf.train.comm import process_group
 from lf.train.loop import FAULTS, Job
@@ -45,7 +46,7 @@ class RatesBench:
 def timed(job: Job, steps: int, clock: Callable[[], float] = time.perf_counter) -> tuple[list[Work], list[float]]:
     """Returns the work and the seconds of some steps; three come before, one of each number of micro-batches."""
     size, state, like = job.run.parallel.micro_batch, job.engine.state, job.rows.row(0, 0)
-    rounds = job.layout.pp if job.layout.vpp > 1 else 1
+    rounds = round_size(job.layout.pp, job.layout.vpp)
     work: list[Work] = []
     times: list[float] = []
     at = 0

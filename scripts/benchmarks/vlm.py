@@ -22,14 +22,14 @@ from lf.models.spec import IGNORE, Batch, Layout, collate, forward, loss_terms, 
 from lf.models.vision.qwen_vit import Qwen25Vision
 from lf.models.vision.tower import tower_of
 from lf.models.vlms.qwen_vl import PROJECTOR2_5, Qwen25Vl
-from lf.models.work import media_work, pack_work
-from lf.plan.balance import Caps, Item, Spread, by_turns, evenness, spread
-from lf.plan.packing import plan_whole
+from lf.models.work import added, media_work, pack_work
+from lf.plan.balance import Caps, Item, Spread, evenness, spread
+from lf.plan.packing import filled, plan_whole
 from lf.plan.pipeline import Pass, replay
 from lf.plan.work import Rates, Work, fit, seconds
 from lf.train.comm import process_group
 from lf.train.start import load_model, local_context, open_start
-from scripts.benchmarks.balance import BalanceBench, lengths, show_balance
+from scripts.benchmarks.balance import BalanceBench, in_turn, lengths, show_balance
 from scripts.benchmarks.layouts import ask, ranks
 from scripts.benchmarks.peers import both_sides
 from scripts.benchmarks.ratios import DisagreementError, Ratio, check_same, head, measure, show, summarise
@@ -171,8 +171,7 @@ def row_of(cfg: Qwen25Vl, pack: Pack, length: int, seed: int) -> dict[str, Any]:
 
 def document_lengths(pack: Pack, length: int) -> tuple[int, ...]:
     """Returns the tokens of the documents of a row, what fills it up included."""
-    own = tuple(sample.tokens for sample in pack)
-    return (*own, length - sum(own)) if sum(own) < length else own
+    return filled([sample.tokens for sample in pack], length)
 
 
 def batch_of(cfg: Qwen25Vl, packs: Sequence[Pack], length: int, seed: int) -> Batch:
@@ -230,14 +229,10 @@ def measured(args: VlmBench) -> Costs:
 
     text, parts = _fitted([pack_work(cfg.text, own) for own, _ in packs], [decode(*each) for each in packs])
     images, shares = _fitted(
-        [_total([media_work(cfg, media) for media in Sample(sides=own, tokens=0).media]) for own in sides],
+        [added(*(media_work(cfg, media) for media in Sample(sides=own, tokens=0).media)) for own in sides],
         [encode(own) for own in sides],
     )
     return Costs(packs=text, images=images, forward=(parts, shares))
-
-
-def _total(works: Sequence[Work]) -> dict[str, float]:
-    return {kind: sum(work[kind] for work in works) for kind in works[0]}
 
 
 def _fitted(works: Sequence[Work], calls: Sequence[Callable[[], torch.Tensor]]) -> tuple[Rates, float]:
@@ -256,7 +251,7 @@ def _timed(call: Callable[[], torch.Tensor]) -> tuple[float, float]:
 
 
 @attrs.frozen(kw_only=True)
-class Step:
+class StepTimes:
     """How a step goes."""
 
     seconds: float
@@ -273,7 +268,7 @@ def replayed(
     costs: Costs,
     where: Where,
     stages: int,
-) -> Step:
+) -> StepTimes:
     """Returns the replay of a step; sending takes no time.
 
     `decode` [replica][micro-batch] has the seconds of packs, `encode` [replica][micro-batch] those of each image.
@@ -295,7 +290,7 @@ def replayed(
         apart = evenness(items, spread(items, stages), stages).makespan
         spans.append(apart + replay(stages, 1, len(packs), length))
         busy.append((sum(packs) + sum(map(sum, images))) / stages)
-    return Step(
+    return StepTimes(
         seconds=max(spans),
         bubble=statistics.mean(1.0 - done / span for done, span in zip(busy, spans, strict=True)),
         idle=1.0 - statistics.mean(busy) / max(spans),
@@ -305,7 +300,7 @@ def replayed(
 def placed(costs: Costs, cfg: Qwen25Vl, packs: Sequence[Pack], args: VlmBench, *, even: bool) -> Spread:
     """Returns where the packs of a step go: dealt by turns, or evened out by their costs."""
     if not even:
-        return by_turns(len(packs), args.replicas, args.micro)
+        return in_turn(len(packs), args.replicas, args.micro)
     items = [Item(cost=pack_cost(costs, cfg, pack, args.length) + sum(image_costs(costs, cfg, pack))) for pack in packs]
     return spread(items, args.replicas, args.micro, Caps(items=1))
 
@@ -331,10 +326,10 @@ CASES: tuple[tuple[Where, bool], ...] = tuple((where, even) for where in WHERE f
 """Who encodes, and whether packs are evened out."""
 
 
-def replay_steps(args: VlmBench, costs: Costs) -> dict[tuple[Where, bool], Step]:
+def replay_steps(args: VlmBench, costs: Costs) -> dict[tuple[Where, bool], StepTimes]:
     """Returns the mean of the replayed steps of each case."""
     cfg = model_of(args)
-    found: dict[tuple[Where, bool], list[Step]] = {case: [] for case in CASES}
+    found: dict[tuple[Where, bool], list[StepTimes]] = {case: [] for case in CASES}
     for step in range(args.steps):
         packs = packs_of(args.length, args.replicas * args.micro, step)
         for where, even in CASES:
@@ -343,7 +338,9 @@ def replay_steps(args: VlmBench, costs: Costs) -> dict[tuple[Where, bool], Step]
             encode = [[image_costs(costs, cfg, pack) for pack in replica] for replica in ways]
             found[where, even].append(replayed(decode, encode, costs, where, args.stages))
     return {
-        case: Step(**{name: statistics.mean(getattr(one, name) for one in steps) for name in attrs.asdict(steps[0])})
+        case: StepTimes(
+            **{name: statistics.mean(getattr(one, name) for one in steps) for name in attrs.asdict(steps[0])}
+        )
         for case, steps in found.items()
     }
 

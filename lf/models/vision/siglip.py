@@ -38,7 +38,9 @@ class Siglip(VisionConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.image < self.patch:
-            raise ValueError(f"vision.image = {self.image} must be at least patch = {self.patch}; change one of them")
+            raise ValueError(
+                f"vision.image = {self.image} must be at least vision.patch = {self.patch}; change one of them"
+            )
 
     @property
     def tokens(self) -> int:
