@@ -322,7 +322,7 @@ def deals(bad: int | None) -> str:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_that_cannot_read_ends_all_with_its_error(workers: Workers, world: int) -> None:
-    found = workers.run(world, deals, 3, timeout=60)
+    found = workers.run(world, deals, 3)
     bad = 1
     assert found[bad] == "OSError: row 3 is gone"
     assert set(found[:bad] + found[bad + 1 :]) == {"ValueError: rank 1: row 3 is gone"}
@@ -330,7 +330,7 @@ def test_a_rank_that_cannot_read_ends_all_with_its_error(workers: Workers, world
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_that_cannot_be_sent_leave_no_rank_waiting(workers: Workers, world: int) -> None:
-    found = workers.run(world, deals, None, timeout=60)
+    found = workers.run(world, deals, None)
     assert all("pickle" in text or "could not send a row" in text for text in found), found
 
 
@@ -350,7 +350,7 @@ def leaves(late: float) -> int:
 
 @pytest.mark.parametrize("late", [0.0, 0.1])
 def test_ranks_that_stop_early_leave_together(workers: Workers, late: float) -> None:
-    assert workers.run(4, leaves, late, timeout=60) == [0] * 4
+    assert workers.run(4, leaves, late) == [0] * 4
 
 
 @attrs.frozen(kw_only=True)
@@ -373,6 +373,6 @@ def ended(run: lf.Run, folder: Path, cache: Path) -> str:
 
 def test_a_run_ends_with_the_error_of_the_rank_that_has_it(workers: Workers, corpus: Path, tmp_path: Path) -> None:
     run = attrs.evolve(whole("latents", corpus), data=Rotten(rows=8), batch=4)
-    found = workers.run(2, ended, run, tmp_path / "run", tmp_path, timeout=60)
+    found = workers.run(2, ended, run, tmp_path / "run", tmp_path)
     assert found == ["ValueError: rank 1: row 7 is gone", "OSError: row 7 is gone"]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1]

@@ -228,7 +228,10 @@ def _said(record: Mapping[str, Any], where: str, resolve: Resolve) -> tuple[tupl
     messages = tuple(_message(one, where, listed, take) for one in _turns(record, where))
     for name, rest in waiting.items():
         if count := sum(1 for _ in rest):
-            raise ValueError(f"{where}: {count} of {len(listed[name])} {name}s listed have no place in the messages")
+            raise ValueError(
+                f"{where}: {count} of {len(listed[name])} {name}s listed have no place in the "
+                f"messages; write <{name}> once for each"
+            )
     return messages, tuple(media)
 
 
