@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lf.models.llm.qwen import qwen3_tiny
-from lf.models.spec import IGNORE, ModelConfig, check_model, collate, hf_config, weight_map
+from lf.models.spec import IGNORE, ModelConfig, check_model, collate, hf_config, text_batch, weight_map
 from lf.models.toy import Toy, from_hf
 
 
@@ -56,3 +56,18 @@ def test_a_row_with_an_id_that_the_model_does_not_have_is_named(cfg: ModelConfig
         ValueError, match=rf"row 0:1 b\.txt: {name} has id {value}, and those of the model go from 0 to 9"
     ):
         collate(cfg, [good, bad], good)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"tokens": np.zeros(5, np.int64)}, "row b has 5 tokens, 4 labels and documents of 4 together"),
+        ({"labels": np.zeros(3, np.int64)}, "row b has 4 tokens, 3 labels"),
+        ({"lengths": (2, 1)}, "documents of 3 together, where rows of this source have 4 of each; pad"),
+    ],
+)
+def test_a_row_of_another_length_is_named(change: dict[str, Any], told: str) -> None:
+    row: dict[str, Any] = {"tokens": np.zeros(4, np.int64), "labels": np.zeros(4, np.int64), "lengths": (3, 1)}
+    rows = [{**row, "real": 4, "id": "a"}, {**row, "real": 4, "id": "b", **change}]
+    with pytest.raises(ValueError, match=told):
+        text_batch(rows)

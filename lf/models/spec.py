@@ -503,7 +503,8 @@ def text_batch(
 
     A row has `tokens` and `labels` of S ids, the `lengths` of its documents, how many positions are `real` (the others
     are padding; kept for each row), and an `id`. Positions start again at every document. None becomes padding as long
-    as `like`. Raises ValueError, with the row's id, for a token that is not below `vocab`, where that is given.
+    as `like`. Raises ValueError, with the row's id, for a row of another length, and for a token that is not
+    below `vocab`, where that is given.
     """
     for row in rows:
         if row is not None and vocab is not None:
@@ -517,6 +518,13 @@ def text_batch(
         "id": "padding",
     }
     full = [blank if row is None else row for row in rows]
+    for row in full:
+        found = len(row["tokens"]), len(row["labels"]), sum(row["lengths"])
+        if found != (size,) * 3:
+            raise ValueError(
+                f"row {row['id']} has {found[0]} tokens, {found[1]} labels and documents of {found[2]} together, where "
+                f"rows of this source have {size} of each; pad its rows to one length, with labels {IGNORE}"
+            )
     lengths = tuple(int(n) for row in full for n in row["lengths"])
     positions = np.concatenate([np.arange(n) for n in lengths])
     return {
