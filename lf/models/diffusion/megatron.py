@@ -4,6 +4,7 @@ Shapes: T tokens, W width, N heads, D head width.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -40,7 +41,7 @@ def megatron_layers(cfg: LatentModel, ctx: spec.Ctx) -> Layers:
         )
         for shared in (sp, False)
     )
-    column, row = (_biased(kind) for kind in (ctx.layers.column_parallel_linear(), ctx.layers.row_parallel_linear()))
+    column, row = (_alone(kind) for kind in (ctx.layers.column_parallel_linear(), ctx.layers.row_parallel_linear()))
 
     def sliced(module: nn.Module) -> nn.Module:
         for param in module.parameters():
@@ -50,13 +51,14 @@ def megatron_layers(cfg: LatentModel, ctx: spec.Ctx) -> Layers:
     def place(of: Place) -> Place:
         return (of[0] * tp.size() + tp.rank(), of[1] * tp.size()) if sp else of
 
+    cut = {"gather_output": False}
     kinds = {"gather": _gathered, "ulysses": _exchanged}
     return Layers(
-        column=functools.partial(_column, column, config, tp),
-        column_of_whole=functools.partial(_column, column, whole, tp),
-        row=functools.partial(_row, row, config, tp),
+        column=functools.partial(_linear, column, config, tp, cut),
+        column_of_whole=functools.partial(_linear, column, whole, tp, cut),
+        row=functools.partial(_linear, row, config, tp, {"input_is_parallel": True}),
         # TransformerEngine multiplies float32 matrices in TF32, and some of these stay float32.
-        spread=functools.partial(_column, _SpreadForSlices if sp else _Spread, whole, tp),
+        spread=functools.partial(_linear, _SpreadForSlices if sp else _Spread, whole, tp, cut),
         norm=lambda width, eps: Norm(width, eps) if tp.size() == 1 else _AllHeadsNorm(config, width, eps, 1, tp),
         head_norm=lambda width, eps: _HeadNorm(width, eps, tp),
         sliced=sliced,
@@ -73,49 +75,34 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _column(kind: Any, config: Any, group: Any, width: int, out: int) -> nn.Module:
+def _linear(kind: Any, config: Any, group: Any, own: Mapping[str, Any], width: int, out: int) -> nn.Module:
     made: nn.Module = kind(
         width,
         out,
         config=config,
         init_method=config.init_method,
-        gather_output=False,
         bias=True,
         skip_bias_add=False,
         is_expert=False,
         tp_group=group,
-    )
-    return made
-
-
-def _row(kind: Any, config: Any, group: Any, width: int, out: int) -> nn.Module:
-    made: nn.Module = kind(
-        width,
-        out,
-        config=config,
-        init_method=config.output_layer_init_method,
-        bias=True,
-        input_is_parallel=True,
-        skip_bias_add=False,
-        is_expert=False,
-        tp_group=group,
+        **own,
     )
     return made
 
 
 @functools.cache
-def _biased(kind: Any) -> Any:
-    """Returns a linear layer of megatron-core's or TransformerEngine's whose output has its bias."""
+def _alone(kind: Any) -> Any:
+    """Returns a linear layer of megatron-core's or TransformerEngine's that gives its output without a second value."""
 
-    class Biased(kind):  # type: ignore[misc]
+    class Alone(kind):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
-            made, bias = super().forward(x)
-            return made if bias is None else made + bias
+            made: Tensor = super().forward(x)[0]
+            return made
 
-    return Biased
+    return Alone
 
 
-class _Spread(_biased(ColumnParallelLinear)):  # type: ignore[misc]
+class _Spread(_alone(ColumnParallelLinear)):  # type: ignore[misc]
     """Every rank gets all outputs, and goes on to do with them what all others do."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +110,7 @@ class _Spread(_biased(ColumnParallelLinear)):  # type: ignore[misc]
         return made
 
 
-class _SpreadForSlices(_biased(ColumnParallelLinear)):  # type: ignore[misc]
+class _SpreadForSlices(_alone(ColumnParallelLinear)):  # type: ignore[misc]
     """Every rank gets all outputs, for its own tokens: so gradients are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
